@@ -1,0 +1,95 @@
+"""Names of the tasks, their metric and their cap, for the three families of prompts: official, builtin and tiny."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from latent_santa.eval.errors import EvalError
+from latent_santa.eval.rows import Metric
+
+Family = Literal["official", "builtin", "tiny"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the benchmark fixes for one task: its metric ("all": fraction of references) and its cap on new tokens."""
+
+    metric: Metric
+    max_new_tokens: int
+
+
+_NEEDLES = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+)
+
+OFFICIAL: dict[str, Task] = {name: Task("all", 128) for name in _NEEDLES} | {
+    "vt": Task("all", 30),
+    "cwe": Task("all", 120),
+    "fwe": Task("all", 50),
+    "qa_1": Task("any", 32),
+    "qa_2": Task("any", 32),
+}
+
+# The builtin source has synthetic fact documents in the place of SQuAD and HotpotQA, and says so by their names.
+BUILTIN: dict[str, Task] = {name: task for name, task in OFFICIAL.items() if not name.startswith("qa_")} | {
+    "facts_1": OFFICIAL["qa_1"],
+    "facts_2": OFFICIAL["qa_2"],
+}
+
+TINY = ("single", "multikey", "multivalue", "multiquery", "vt", "fwe", "facts")
+
+SINGLE_NEEDLES = frozenset({"niah_single_1", "niah_single_2", "niah_single_3", "single"})
+
+_NAMES: dict[Family, tuple[str, ...]] = {"official": tuple(OFFICIAL), "builtin": tuple(BUILTIN), "tiny": TINY}
+
+_ALIASES: dict[Family, dict[str, str]] = {
+    "official": {},
+    "builtin": {"qa_1": "facts_1", "qa_2": "facts_2"},
+    "tiny": {
+        "niah_single_1": "single",
+        "niah_multikey_1": "multikey",
+        "niah_multivalue": "multivalue",
+        "niah_multiquery": "multiquery",
+        "qa_1": "facts",
+    },
+}
+
+_GROUPS = {"mla3": ("niah_multivalue", "fwe", "qa_1")}
+
+
+def resolve_tasks(spec: str, family: Family) -> tuple[str, ...]:
+    """Task names for `all`, `mla3` or a comma-separated list; an official name stands for its analogue.
+
+    Raises EvalError for an unknown, empty or repeated name, listing the names of the family.
+    """
+    known = _NAMES[family]
+    wanted: list[str] = []
+    for word in (part.strip() for part in spec.split(",")):
+        wanted += known if word == "all" else _GROUPS.get(word, (word,))
+    names = tuple(_ALIASES[family].get(name, name) for name in wanted)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise EvalError(
+            f"unknown task {', '.join(map(repr, unknown))} for {family} prompts; "
+            f"choose from {', '.join(known)}, or the groups all and mla3"
+        )
+    if len(set(names)) != len(names):
+        raise EvalError(f"a task is named twice in {spec!r}")
+    return names
+
+
+def mean_label(tasks: tuple[str, ...]) -> str:
+    """What an equal-weight mean over `tasks` may be called; only all 13 official tasks make "all 13 tasks"."""
+    if set(tasks) == set(OFFICIAL):
+        return "all 13 tasks"
+    if set(tasks) == set(BUILTIN):
+        return "all 13 builtin tasks"
+    return tasks[0] if len(tasks) == 1 else f"mean of {len(tasks)} tasks"

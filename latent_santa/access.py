@@ -1,0 +1,149 @@
+"""The access ledger: logical reads of decoding calls, Equations 13 (GQA) and 14 (MLA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIELDS = ("routing", "union", "suffix", "dense")
+PACK = 256
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one counted row costs, in vectors.
+
+    GQA reads a key and a value per attended row and a key per representative (Equation 13); SANTA's full key scan
+    pays a key per row and then a value per sampled row. In MLA one row is one unit in either pass (Equation 14).
+    """
+
+    routing: int
+    row: int
+    dense: int
+
+
+MLA_UNIT = Unit(1, 1, 1)
+GQA_UNIT = Unit(1, 2, 2)
+GQA_SANTA_UNIT = Unit(1, 1, 2)
+
+
+class AccessLedger:
+    """Row counts of every decoding call, kept on the device until somebody asks.
+
+    A call of one layer records ``(B, G)`` counts: ``routing`` rows scored to choose teams, ``union`` prompt rows of the
+    selected teams counted once a sharing group, ``suffix`` rows attended exactly, and ``dense`` rows that dense
+    attention would read. Prefill and team construction are not counted (Appendix C.1).
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[int, Unit], list[Tensor]] = {}
+
+    def record(self, layer: int, unit: Unit, routing: Tensor, union: Tensor, suffix: Tensor, dense: Tensor) -> None:
+        """Add one call of one layer; counts are integer tensors ``(B, G)``. No synchronisation with the host."""
+        entry = torch.stack((routing, union, suffix, dense)).to(torch.int32)[None]
+        calls = self._calls.setdefault((layer, unit), [])
+        calls.append(entry)
+        # fold single entries together, so that a long run does not hold a tensor a call
+        if len(calls) > PACK and all(c.shape[0] == 1 and c.shape[1:] == entry.shape[1:] for c in calls[-PACK:]):
+            calls[-PACK:] = [torch.cat(calls[-PACK:])]
+
+    def reset(self) -> None:
+        """Forget every count."""
+        self._calls.clear()
+
+    def _entries(self) -> Iterator[tuple[int, int, Unit, Tensor]]:
+        """(layer, call number within the layer, unit, ``(4, B, G)`` int64 on the host)."""
+        numbers: dict[int, int] = {}
+        for (layer, unit), calls in sorted(self._calls.items(), key=lambda item: item[0][0]):
+            for stored in calls:
+                for entry in stored.cpu().long():
+                    number = numbers.get(layer, 0)
+                    numbers[layer] = number + 1
+                    yield layer, number, unit, entry
+
+    def totals(self) -> dict[str, int]:
+        """Summed counts: ``calls``, the four row counts, and the equation's parts in its own units:
+        ``routing_read``, ``row_read``, ``numerator`` and ``denominator``."""
+        return _sum((unit, entry) for _, _, unit, entry in self._entries())
+
+    @property
+    def percent(self) -> float:
+        """Equation 14 (MLA) or 13 (GQA): reads including routing, in percent of dense reads, pooled over everything
+        recorded by summing numerators and denominators; NaN before the first decoding call."""
+        return _percent(self.totals(), "numerator")
+
+    @property
+    def percent_without_routing(self) -> float:
+        """The same without the routing term."""
+        return _percent(self.totals(), "row_read")
+
+    def per_layer(self) -> list[dict[str, Any]]:
+        """Totals and percentages of each layer, in layer order."""
+        return self._grouped("layer", 0)
+
+    def per_step(self) -> list[dict[str, Any]]:
+        """Totals and percentages of each decoding call, summed over layers, in call order."""
+        return self._grouped("step", 1)
+
+    def _grouped(self, name: str, place: int) -> list[dict[str, Any]]:
+        groups: dict[int, list[tuple[Unit, Tensor]]] = {}
+        for item in self._entries():
+            groups.setdefault(item[place], []).append((item[2], item[3]))
+        return [{name: number, **_with_percent(_sum(groups[number]))} for number in sorted(groups)]
+
+    def per_sequence(self) -> list[dict[str, Any]]:
+        """Totals and percentages of each sequence of the batch.
+
+        Raises:
+            ValueError: the recorded calls had different batch sizes.
+        """
+        entries = list(self._entries())
+        sizes = sorted({entry.shape[1] for *_, entry in entries})
+        if len(sizes) > 1:
+            raise ValueError(f"calls with batch sizes {sizes} were recorded; per_sequence needs one: reset() in between")
+        batch = sizes[0] if sizes else 0
+        return [
+            {"sequence": b, **_with_percent(_sum((unit, entry[:, b : b + 1]) for _, _, unit, entry in entries))}
+            for b in range(batch)
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything above as plain numbers, ready for JSON."""
+        return {
+            "totals": _with_percent(self.totals()),
+            "per_layer": self.per_layer(),
+            "per_step": self.per_step(),
+        }
+
+
+def _sum(entries: Any) -> dict[str, int]:
+    total = dict.fromkeys(("calls", *FIELDS, "routing_read", "row_read", "numerator", "denominator"), 0)
+    for unit, entry in entries:
+        routing, union, suffix, dense = entry.flatten(1).sum(1).tolist()
+        total["calls"] += 1
+        for name, rows in zip(FIELDS, (routing, union, suffix, dense), strict=True):
+            total[name] += rows
+        total["routing_read"] += unit.routing * routing
+        total["row_read"] += unit.row * (union + suffix)
+        total["denominator"] += unit.dense * dense
+    total["numerator"] = total["routing_read"] + total["row_read"]
+    return total
+
+
+def _percent(total: dict[str, int], part: str) -> float:
+    return 100 * total[part] / total["denominator"] if total["denominator"] else float("nan")
+
+
+def _with_percent(total: dict[str, int]) -> dict[str, Any]:
+    # JSON has no NaN: an empty ledger has no percentage
+    if not total["denominator"]:
+        return {**total, "percent": None, "percent_without_routing": None}
+    return {
+        **total,
+        "percent": _percent(total, "numerator"),
+        "percent_without_routing": _percent(total, "row_read"),
+    }

@@ -1,0 +1,216 @@
+"""The estimators over selected rows and the exact suffix: Algorithm 1 lines 13-19, for both row layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .noise import gumbel_noise
+from .rows import Rows, scores
+from .sampling import Selection, log_inclusion, routing_scores, select
+from .teams import Teams
+
+
+@dataclass
+class Draw:
+    """What a decoding call's noise is keyed by (see :mod:`latent_santa.noise`).
+
+    Attributes:
+        key: ``(B, 2)`` int64 Philox keys.
+        step: ``(B,)`` int64, rows each sequence can see at this call.
+        layer: layer index.
+    """
+
+    key: Tensor
+    step: Tensor
+    layer: int
+
+
+@dataclass
+class Output:
+    """Result of one decoding call.
+
+    Attributes:
+        out: ``(B, G, H, V)`` float32, the normalised estimate; in latent space for MLA.
+        lse: ``(B, G, H)`` float32, log of the unnormalised mass Z-hat, so that ``out * exp(lse)`` is U-hat.
+        routing, union, suffix: ``(B, G)`` int64 row counts of the access ledger.
+    """
+
+    out: Tensor
+    lse: Tensor
+    routing: Tensor
+    union: Tensor
+    suffix: Tensor
+
+
+@dataclass
+class Suffix:
+    """Rows attended exactly: those generated since the prompt was grouped.
+
+    Attributes:
+        index: ``(E,)`` int64 cache rows, the same for every sequence; E may be 0.
+        visible: ``(B, E)`` bool, False for padding rows, or None when all are real.
+    """
+
+    index: Tensor
+    visible: Tensor | None = None
+
+    def counts(self, batch: int) -> Tensor:
+        """Real suffix rows of each sequence, ``(B,)`` int64."""
+        if self.visible is None:
+            return torch.full((batch,), self.index.numel(), dtype=torch.int64, device=self.index.device)
+        return self.visible.sum(-1)
+
+
+def _combine(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalised sum of ``values (B, G, C, V)`` under ``logits (B, G, H, C)``, and the logits' log-sum-exp."""
+    lse = logits.logsumexp(-1)
+    return (logits - lse[..., None]).exp() @ values, lse
+
+
+def _suffix_logits(query: tuple[Tensor, ...], rows: Rows, suffix: Suffix, scale: float) -> tuple[Tensor, Tensor]:
+    """Scores ``(B, G, H, E)`` and float32 values ``(B, G, E, V)`` of the exact suffix."""
+    part = Rows(tuple(k.index_select(2, suffix.index) for k in rows.keys), rows.values.index_select(2, suffix.index))
+    logits = scores(query, part.keys, scale)
+    if suffix.visible is not None:
+        logits = logits.masked_fill(~suffix.visible[:, None, None], -torch.inf)
+    return logits, part.values.to(logits.dtype)
+
+
+def union_rows(union: Tensor, teams: Teams, capacity: int) -> Tensor:
+    """Row list of the selected teams, read once for all heads: ``(B, G, capacity)`` int64 in rising order, -1 unused."""
+    team = teams.team_of_row.long()
+    wanted = union.gather(2, team.clamp_min(0)) & (team >= 0)
+    place = torch.where(wanted, wanted.cumsum(-1) - 1, capacity)
+    index = torch.arange(team.shape[-1], device=team.device).expand_as(team)
+    rows = torch.full((*team.shape[:2], capacity + 1), -1, dtype=torch.int64, device=team.device)
+    return rows.scatter_(2, place, index)[..., :capacity]
+
+
+def sampled_attention(
+    query: tuple[Tensor, ...],
+    rows: Rows,
+    teams: Teams,
+    suffix: Suffix,
+    draw: Draw,
+    *,
+    scale: float,
+    teams_per_head: int,
+    estimator: str = "per_head",
+    noise: str = "independent",
+) -> Output:
+    """SANTA++ for one decoding call (Algorithm 1), or its pooled form.
+
+    Args:
+        query: parts ``(B, G, H, D_i)``.
+        rows: current cache.
+        teams: frozen team records of the prompt.
+        suffix: rows attended exactly.
+        draw: what the noise is keyed by.
+        scale: the attention module's scaling.
+        teams_per_head: K before the cap by the number of teams.
+        estimator, noise: as in :class:`SantaConfig`.
+    """
+    phi = routing_scores(query, teams, scale)
+    batch, groups, heads, count = phi.shape
+    shared = noise == "shared"
+    gumbels = gumbel_noise(draw.key, draw.step, draw.layer, groups, heads, count, shared)
+    picked = select(phi, gumbels, teams_per_head, estimator, shared)
+    out, lse, union = attend_selected(query, rows, teams, suffix, picked, scale, heads * teams_per_head)
+    return Output(out, lse, picked.routing, union, suffix.counts(batch)[:, None].expand(-1, groups))
+
+
+def attend_selected(
+    query: tuple[Tensor, ...],
+    rows: Rows,
+    teams: Teams,
+    suffix: Suffix,
+    picked: Selection,
+    scale: float,
+    most_teams: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact attention over the union's rows and the suffix, each team's rows weighted by 1 / c_g.
+
+    Subtracting log c_g from a row's score divides its mass and its weighted value alike (Equation 4).
+
+    Args:
+        most_teams: an upper bound on the union's size, known without looking at it.
+
+    Returns:
+        ``out (B, G, H, V)``, ``lse (B, G, H)`` and the union's row counts ``(B, G)``.
+    """
+    index = union_rows(picked.union, teams, teams.most_rows(most_teams))
+    part = rows.take(index)
+    team = teams.team_of_row.long().gather(2, index.clamp_min(0)).clamp_min(0)
+    log_c = picked.log_correction.gather(3, team[:, :, None].expand(-1, -1, picked.log_correction.shape[2], -1))
+    logits = scores(query, part.keys, scale) - log_c.masked_fill((index < 0)[:, :, None], torch.inf)
+    exact, values = _suffix_logits(query, rows, suffix, scale)
+    out, lse = _combine(torch.cat((logits, exact), -1), torch.cat((part.values, values), 2))
+    return out, lse, (index >= 0).sum(-1)
+
+
+def santa_attention(
+    query: tuple[Tensor, ...],
+    rows: Rows,
+    prompt: Tensor,
+    suffix: Suffix,
+    draw: Draw,
+    *,
+    scale: float,
+    samples: int,
+    estimator: str = "per_head",
+    noise: str = "independent",
+) -> Output:
+    """SANTA (Lee et al., 2026): every key is scored, single rows are sampled from the exact attention weights.
+
+    It is SANTA++ with one team a row whose representative is the row itself, under the same correction.
+
+    Args:
+        prompt: ``(B, N)`` bool, rows sampled from; the suffix is exact.
+        samples: S rows a head.
+
+    The other arguments are those of :func:`sampled_attention`. ``routing`` counts every visible row once.
+    """
+    phi = scores(query, rows.keys, scale).masked_fill(~prompt[:, None, None], -torch.inf)
+    batch, groups, heads, length = phi.shape
+    shared = noise == "shared"
+    # a row's draw belongs to its place among real rows, so that padding does not move it
+    rank = (prompt.long().cumsum(-1) - 1).clamp_min(0)[:, None, None].expand(-1, groups, heads, -1)
+    gumbels = gumbel_noise(draw.key, draw.step, draw.layer, groups, heads, length, shared).gather(3, rank)
+    picked = select(phi, gumbels, samples, estimator, shared)
+    exact, values = _suffix_logits(query, rows, suffix, scale)
+    logits = torch.cat((phi - picked.log_correction, exact), -1)
+    out, lse = _combine(logits, torch.cat((rows.values.to(values.dtype), values), 2))
+    exact_rows = suffix.counts(batch)[:, None].expand(-1, groups)
+    scanned = prompt.sum(-1)[:, None] + exact_rows
+    return Output(out, lse, scanned, picked.union.sum(-1), exact_rows)
+
+
+def dense_attention(query: tuple[Tensor, ...], rows: Rows, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Exact attention over all visible rows (Equation 1), in the same layout and precision as the estimators.
+
+    Args:
+        visible: ``(B, N)`` bool, or None when every row is real.
+
+    Returns:
+        ``out (B, G, H, V)`` and ``lse (B, G, H)``.
+    """
+    logits = scores(query, rows.keys, scale)
+    if visible is not None:
+        logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
+    return _combine(logits, rows.values.to(logits.dtype))
+
+
+__all__ = [
+    "Draw",
+    "Output",
+    "Suffix",
+    "attend_selected",
+    "dense_attention",
+    "log_inclusion",
+    "sampled_attention",
+    "santa_attention",
+    "union_rows",
+]

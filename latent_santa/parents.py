@@ -1,0 +1,85 @@
+"""Parent groups of the prompt's rows: Algorithm 3 (k-means) and Algorithm 4 (contiguous spans).
+
+A parent partition is an int64 tensor ``(B, G, N)`` holding each row's parent, -1 for rows that take no part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import SantaConfig
+from .kmeans import minibatch_kmeans
+
+
+def contiguous_parents(member: Tensor, parent_size: int) -> Tensor:
+    """Consecutive spans of P rows (Algorithm 4).
+
+    Spans are counted over rows that take part, so a left-padded sequence gets the spans it would get alone.
+
+    Args:
+        member: ``(B, N)`` bool, rows to group.
+        parent_size: P.
+
+    Returns:
+        ``(B, 1, N)`` int64.
+    """
+    rank = member.long().cumsum(-1) - 1
+    return torch.where(member, rank // parent_size, -1)[:, None]
+
+
+def requested_parents(rows: int, parent_size: int) -> int:
+    """Number of k-means centers asked for (Algorithm 3): min(N, max(2, floor(N / P)))."""
+    return min(rows, max(2, rows // parent_size))
+
+
+def kmeans_parents(points: list[Tensor], member: Tensor, parent_size: int, seed: int, engine: str) -> list[Tensor]:
+    """Minibatch k-means partitions of several layers at once (Algorithm 3).
+
+    Args:
+        points: for each layer ``(B, G, N, D)``: content latents in MLA, rotated keys in GQA, as cached. Layers of one
+            call share B, N and the device; G and D may differ.
+        member: ``(B, N)`` bool, rows to group.
+        parent_size: P.
+        seed: k-means seed, the same for every layer, group and sequence.
+        engine: ``"auto"``, ``"sklearn"`` or ``"torch"``.
+
+    Returns:
+        For each layer ``(B, G, N)`` int64.
+    """
+    counts = member.sum(-1)
+    lengths = counts.tolist()
+    longest = max(lengths)
+    # real rows first, so that a padded sequence is the same clustering problem as alone
+    order = torch.argsort((~member).to(torch.int8), dim=-1, stable=True)[:, :longest]
+    labels: list[Tensor] = [torch.empty(0)] * len(points)
+    for layers in _alike(points):
+        problems = []
+        for layer in layers:
+            part = points[layer]
+            index = order[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[-1])
+            problems.append(part.gather(2, index).flatten(0, 1))
+        groups = points[layers[0]].shape[1]
+        rows = [length for length in lengths for _ in range(groups)] * len(layers)
+        clusters = [requested_parents(n, parent_size) for n in rows]
+        found = minibatch_kmeans(torch.cat(problems), rows, clusters, seed=seed, engine=engine)
+        for layer, part in zip(layers, found.view(len(layers), -1, groups, longest), strict=True):
+            full = torch.full((*part.shape[:2], member.shape[-1]), -1, dtype=torch.int64, device=part.device)
+            labels[layer] = full.scatter_(2, order[:, None].expand_as(part), part)
+    return labels
+
+
+def _alike(points: list[Tensor]) -> list[list[int]]:
+    """Layer numbers gathered by groups and width, so that alike layers are clustered in one batch."""
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for layer, part in enumerate(points):
+        kinds.setdefault((part.shape[1], part.shape[-1]), []).append(layer)
+    return list(kinds.values())
+
+
+def form_parents(points: list[Tensor], member: Tensor, config: SantaConfig) -> list[Tensor]:
+    """Parent partitions of several layers by the configured method; see the two functions above for shapes."""
+    if config.parents == "contiguous":
+        spans = contiguous_parents(member, config.parent_size)
+        return [spans.to(part.device).expand(-1, part.shape[1], -1) for part in points]
+    return kmeans_parents(points, member, config.parent_size, config.kmeans_seed, config.kmeans_engine)

@@ -1,0 +1,223 @@
+"""Teams of rows around actual-key representatives (Algorithm 2), for all parents, groups and sequences at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .rows import Rows
+
+
+@dataclass
+class Teams:
+    """Team records of one layer. M is the largest team count of any sequence and group; the rest is padding.
+
+    Attributes:
+        members: ``(B, G, N)`` int32 row indices, team after team, increasing within a team; -1 beyond the last.
+        starts: ``(B, G, M)`` int32, a team's first place in ``members``.
+        sizes: ``(B, G, M)`` int32, n_g; 0 marks a padding team.
+        count: ``(B, G)`` int32, real teams.
+        team_of_row: ``(B, G, N)`` int32, the row's team; -1 for a row in no team.
+        routing_keys: parts ``(B, G, M, D_i)`` in the cache's dtype: frozen copies of the representatives' keys, or
+            mean keys for centroid routing.
+        representative: ``(B, G, M)`` int32, the representative's row; -1 for padding and for centroids.
+        largest: the sizes of the largest teams of any one sequence and group, falling, on the host. It bounds the
+            rows that a number of teams can hold, so that decoding needs no synchronisation.
+    """
+
+    members: Tensor
+    starts: Tensor
+    sizes: Tensor
+    count: Tensor
+    team_of_row: Tensor
+    routing_keys: tuple[Tensor, ...]
+    representative: Tensor
+    largest: list[int]
+
+    @property
+    def length(self) -> int:
+        """N, cache rows covered, padding rows included."""
+        return self.team_of_row.shape[-1]
+
+    @property
+    def teams(self) -> int:
+        """M, padding teams included."""
+        return self.sizes.shape[-1]
+
+    def most_rows(self, teams: int) -> int:
+        """An upper bound on the rows in any ``teams`` teams of one sequence and group."""
+        return sum(self.largest[:teams])
+
+    def bytes(self) -> int:
+        """Memory of the records beside the cache, in bytes."""
+        tensors = (self.members, self.starts, self.sizes, self.count, self.team_of_row, self.representative)
+        return sum(t.numel() * t.element_size() for t in (*tensors, *self.routing_keys))
+
+    def select_batch(self, index: Tensor) -> Teams:
+        """Records of the sequences ``index (B',)``, for beam reordering, repetition and selection."""
+
+        def pick(t: Tensor) -> Tensor:
+            return t.index_select(0, index.to(t.device))
+
+        return Teams(
+            *(pick(t) for t in (self.members, self.starts, self.sizes, self.count, self.team_of_row)),
+            tuple(pick(part) for part in self.routing_keys),
+            pick(self.representative),
+            self.largest,
+        )
+
+
+def _squared_distance(points: Tensor, centers: Tensor, step: int = 1 << 22) -> Tensor:
+    """Row-wise squared Euclidean distances ``(Q, N)``, by direct differences, in pieces that bound the memory."""
+    rows = max(1, step // (points.shape[0] * points.shape[2]))
+    pieces = [
+        (points[:, i : i + rows] - centers[:, i : i + rows]).square().sum(-1) for i in range(0, points.shape[1], rows)
+    ]
+    return torch.cat(pieces, 1)
+
+
+class _Parents:
+    """Reductions over the parents of Q flattened partitions, whose parent numbers run through the batch."""
+
+    def __init__(self, parents: Tensor) -> None:
+        self.member = parents >= 0
+        width = int(parents.max()) + 1 if parents.numel() else 0
+        offset = torch.arange(parents.shape[0], device=parents.device)[:, None] * width
+        self.slots = parents.shape[0] * width
+        self.slot = torch.where(self.member, parents + offset, self.slots)  # one dump slot for rows without a parent
+        self.sizes = torch.zeros(self.slots + 1, dtype=torch.int64, device=parents.device)
+        self.sizes.scatter_add_(0, self.slot.flatten(), self.member.flatten().long())
+        self.width = width
+
+    def mean(self, points: Tensor) -> Tensor:
+        """Each parent's mean point, ``(slots + 1, D)``, summed in token order so that it does not depend on the batch."""
+        order = torch.argsort(self.slot.flatten(), stable=True)
+        order = order[: int(self.sizes.sum())]
+        sizes = self.sizes.clone()
+        return torch.segment_reduce(points.flatten(0, 1)[order], "mean", lengths=sizes, axis=0, unsafe=True)
+
+    def first_extreme(self, value: Tensor, allowed: Tensor, largest: bool) -> Tensor:
+        """Each parent's row of extreme value among the allowed, the lowest index on ties; N where none is allowed."""
+        rows = value.shape[1]
+        worst = torch.full_like(value, -torch.inf if largest else torch.inf)
+        value = torch.where(allowed, value, worst)
+        best = value.new_full((self.slots + 1,), -torch.inf if largest else torch.inf)
+        best.scatter_reduce_(0, self.slot.flatten(), value.flatten(), "amax" if largest else "amin")
+        index = torch.arange(rows, device=value.device).expand_as(value)
+        index = torch.where(allowed & (value == best[self.slot]), index, rows)
+        first = index.new_full((self.slots + 1,), rows)
+        return first.scatter_reduce_(0, self.slot.flatten(), index.flatten(), "amin")
+
+
+def assign_teams(points: Tensor, parents: Tensor, representatives: int) -> tuple[Tensor, Tensor]:
+    """Algorithm 2 on every parent of every partition at once.
+
+    Args:
+        points: ``(Q, N, D)`` float32 or float64, keys as cached, without normalisation.
+        parents: ``(Q, N)`` int64, -1 for rows that take no part.
+        representatives: R.
+
+    Returns:
+        ``choice (Q, N)`` int64, which of its parent's representatives owns a row (-1 without a parent), and
+        ``chosen (Q, N)`` bool, rows that are representatives.
+    """
+    groups = _Parents(parents)
+    rows = points.shape[1]
+    own_mean = groups.mean(points)[groups.slot.clamp_max(max(groups.slots - 1, 0))]
+    from_mean = _squared_distance(points, own_mean)
+    picked = groups.first_extreme(from_mean, groups.member, largest=False)
+    chosen = torch.zeros_like(groups.member)
+    choice = torch.where(groups.member, 0, -1)
+    nearest = torch.full_like(from_mean, torch.inf)
+    for place in range(representatives):
+        found = (picked < rows)[groups.slot] & groups.member
+        row = picked[groups.slot].clamp_max(rows - 1)
+        distance = _squared_distance(points, points.gather(1, row[..., None].expand(-1, -1, points.shape[-1])))
+        # a strict comparison leaves ties with the representative chosen earlier
+        closer = found & (distance < nearest)
+        choice = torch.where(closer, place, choice)
+        nearest = torch.where(closer, distance, nearest)
+        is_picked = found & (row == torch.arange(rows, device=row.device))
+        chosen = chosen | is_picked
+        choice = torch.where(is_picked, place, choice)  # a representative owns its row, whatever duplicates it has
+        if place + 1 < representatives:
+            picked = groups.first_extreme(nearest, groups.member & ~chosen, largest=True)
+    return choice, chosen
+
+
+def build_teams(rows: Rows, points: Tensor, parents: Tensor, representatives: int) -> Teams:
+    """Team records from a parent partition (Algorithm 2).
+
+    Args:
+        rows: the prefill cache; representatives' keys are copied from it and stay frozen.
+        points: ``(B, G, N, D)``, what distances are measured on: content latents in MLA, rotated keys in GQA.
+        parents: ``(B, G, N)`` int64, -1 for padding rows.
+        representatives: R.
+    """
+    batch, groups, length = parents.shape
+    flat = parents.flatten(0, 1)
+    values = points.flatten(0, 1)
+    values = values if values.dtype == torch.float64 else values.float()
+    choice, chosen = assign_teams(values, flat, representatives)
+    # teams are numbered parent after parent, in the order their representatives were chosen
+    label = torch.where(flat >= 0, flat * representatives + choice, -1)
+    team, count = _renumber(label)
+    records = _records(team.view(batch, groups, length), count.view(batch, groups))
+    representative = torch.full(records.sizes.shape, -1, dtype=torch.int64, device=parents.device)
+    place = torch.where(chosen.view(batch, groups, length), records.team_of_row.long(), records.teams)
+    spare = torch.nn.functional.pad(representative, (0, 1))
+    index = torch.arange(length, device=parents.device).expand(batch, groups, length)
+    representative = spare.scatter_(2, place, index)[..., :-1]
+    keys = tuple(
+        part.gather(2, representative.clamp_min(0)[..., None].expand(-1, -1, -1, part.shape[-1])) for part in rows.keys
+    )
+    records.routing_keys, records.representative = keys, representative.int()
+    return records
+
+
+def build_centroids(rows: Rows, parents: Tensor) -> Teams:
+    """Clusters routed by their mean key (Appendix B.2): every parent is one group, all of its rows members."""
+    batch, groups, length = parents.shape
+    team, count = _renumber(parents.flatten(0, 1))
+    records = _records(team.view(batch, groups, length), count.view(batch, groups))
+    cluster = _Parents(team)
+    means = []
+    for part in rows.keys:
+        mean = cluster.mean(part.flatten(0, 1).float())[: cluster.slots]
+        means.append(mean.nan_to_num().view(batch, groups, -1, part.shape[-1]).to(part.dtype))
+    records.routing_keys = tuple(means)
+    return records
+
+
+def _renumber(label: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace each partition's labels ``(Q, N)`` by 0, 1, ... in rising order; return them and their number ``(Q,)``."""
+    width = int(label.max()) + 1
+    used = torch.zeros(label.shape[0], width + 1, dtype=torch.int64, device=label.device)
+    used.scatter_(1, torch.where(label >= 0, label, width), 1)
+    used[:, width] = 0
+    number = used.cumsum(1) - 1
+    return torch.where(label >= 0, number.gather(1, label.clamp_min(0)), -1), used.sum(1)
+
+
+def _records(team: Tensor, count: Tensor) -> Teams:
+    """Member lists of the numbered teams ``(B, G, N)``; routing keys are left for the caller."""
+    batch, groups, length = team.shape
+    teams = max(int(count.max()), 1)
+    sizes = torch.zeros(batch, groups, teams + 1, dtype=torch.int64, device=team.device)
+    sizes.scatter_add_(2, torch.where(team >= 0, team, teams), torch.ones_like(team))
+    sizes = sizes[..., :teams]
+    order = torch.argsort(torch.where(team >= 0, team, teams), dim=-1, stable=True)
+    covered = torch.arange(length, device=team.device) < sizes.sum(-1, keepdim=True)
+    largest = sizes.sort(-1, descending=True).values.flatten(0, 1).amax(0).tolist()
+    return Teams(
+        members=torch.where(covered, order, -1).int(),
+        starts=(sizes.cumsum(-1) - sizes).int(),
+        sizes=sizes.int(),
+        count=count.int(),
+        team_of_row=team.int(),
+        routing_keys=(),
+        representative=torch.full((batch, groups, teams), -1, dtype=torch.int32, device=team.device),
+        largest=largest,
+    )
