@@ -221,3 +221,24 @@ def _records(team: Tensor, count: Tensor) -> Teams:
         representative=torch.full((batch, groups, teams), -1, dtype=torch.int32, device=team.device),
         largest=largest,
     )
+
+
+def join_teams(first: Teams, second: Teams) -> Teams:
+    """Records of two disjoint sets of rows as one; ``second`` covers at least the rows of ``first``.
+
+    Its teams are numbered after the first ones without a gap, whatever padding teams either carries.
+    """
+    old = torch.nn.functional.pad(first.team_of_row, (0, second.length - first.length), value=-1).long()
+    new = second.team_of_row.long()
+    shifted = new + first.count.long()[..., None]
+    joined = _records(torch.where(old >= 0, old, torch.where(new >= 0, shifted, -1)), first.count + second.count)
+    place = torch.arange(second.teams, device=new.device) + first.count.long()[..., None]
+    place = torch.where(second.sizes > 0, place, joined.teams)
+
+    def merge(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.nn.functional.pad(a, (0, 0, 0, joined.teams + 1 - a.shape[2]))
+        return out.scatter_(2, place[..., None].expand_as(b), b)[:, :, :-1]
+
+    joined.routing_keys = tuple(merge(a, b) for a, b in zip(first.routing_keys, second.routing_keys, strict=True))
+    joined.representative = merge(first.representative[..., None], second.representative[..., None])[..., 0]
+    return joined

@@ -232,6 +232,20 @@ def test_estimators_agree_for_one_head():
     assert one.counts == two.counts
 
 
+def test_santa_routes_by_exact_scores():
+    case, prompt = make_case(), [1, 2, 4, 5, 7, 8]
+    noise = np.random.default_rng(8).gumbel(size=(2, 6))
+    result = ref.santa_group(
+        case["queries"], case["keys"], case["values"], prompt, case["suffix"], case["scale"], 3, noise
+    )  # fmt: skip
+    for h in range(2):
+        exact = [case["scale"] * float(case["queries"][h] @ case["keys"][i]) for i in prompt]
+        chosen, tau, _ = ref.select(exact, noise[h], 3)
+        assert result.selected[h] == chosen
+        assert result.log_corrections[h] == pytest.approx({g: ref.log_correction(exact[g], tau) for g in chosen})
+    assert result.counts == ref.Counts(8, len(result.selected[0] | result.selected[1]), 2, 8)
+
+
 def test_centroid_groups_by_hand():
     groups = ref.centroid_groups([[0.0, 2.0], [4.0, 4.0], [1.0, 1.0]], [[2], [1, 0]])
     assert [members for members, _ in groups] == [[2], [0, 1]]

@@ -1,0 +1,122 @@
+"""Sources of prompts behind one reader: builtin generators, RULER's own files, the hub's copy, the tiny model's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from latent_santa.eval.errors import EvalError
+from latent_santa.eval.render import Renderer
+from latent_santa.eval.rows import Row
+
+from . import builtin, hub, jsonl, shapes
+from .haystack import open_haystack
+from .tasks import Family
+
+SELECTIONS = ("sample", "first")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which prompts are wanted: n of each task, around `length` tokens, drawn with `seed`."""
+
+    data: str  # "builtin", "hub" or "jsonl:DIR"
+    tasks: tuple[str, ...]
+    n: int
+    length: int
+    seed: int = 42
+    select: str = "sample"
+    haystack: str = "prose"
+    hub_revision: str = "main"
+    offline: bool = False
+
+
+@dataclass
+class Loaded:
+    """Rows in task order, what they were made from (goes into the manifest), and what a reader should know."""
+
+    rows: list[Row]
+    origin: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+
+
+def family(data: str, tiny: bool) -> Family:
+    """Which task names a data option has; the tiny model has builtin tasks of its own. Raises EvalError if unknown."""
+    if data == "builtin":
+        return "tiny" if tiny else "builtin"
+    if data == "hub" or data.startswith("jsonl:"):
+        if tiny:
+            raise EvalError(f"--model builtin:tiny understands its own prompts only; --data must be builtin, not {data}")
+        return "official"
+    raise EvalError(f"unknown --data {data!r}; choose builtin, hub or jsonl:DIR")
+
+
+def load_rows(
+    request: Request, renderer: Renderer, tiny: bool, advance: Callable[[str], None] = lambda task: None
+) -> Loaded:
+    """All rows of a request; `advance(task)` is called after each. Raises EvalError before anything slow if it can."""
+    kind = family(request.data, tiny)
+    if kind == "official":
+        return _official(request, advance)
+    if kind == "tiny":
+        return _tiny(request, renderer, advance)
+    haystack = open_haystack(request.haystack)
+    rows = []
+    for task in request.tasks:
+        for row in builtin.rows(task, request.n, request.length, renderer.count, request.seed, haystack):
+            rows.append(row)
+            advance(task)
+    return Loaded(rows, {"data": "builtin", "haystack": haystack.name, "haystack_sha256": haystack.sha256})
+
+
+def _tiny(request: Request, renderer: Renderer, advance: Callable[[str], None]) -> Loaded:
+    from latent_santa.eval.tiny import source
+
+    rows = []
+    for task in request.tasks:
+        try:
+            made = source.rows(task, request.n, request.length, renderer.tokenizer, request.seed)
+        except ValueError as error:
+            raise EvalError(str(error)) from error
+        for row in made:
+            rows.append(row)
+            advance(task)
+    return Loaded(rows, {"data": "builtin:tiny"})
+
+
+def choose(available: int, n: int, task: str, seed: int, select: str) -> list[int]:
+    """Record numbers of a task: the first n, or n drawn without replacement, in file order either way."""
+    if n > available:
+        raise EvalError(f"--n {n}: {task} has {available} records")
+    if select == "first":
+        return list(range(n))
+    return sorted(random.Random(f"{seed}/{task}").sample(range(available), n))
+
+
+def _official(request: Request, advance: Callable[[str], None]) -> Loaded:
+    files: dict[str, Any] = {}
+    records: dict[str, list[dict[str, Any]]] = {}
+    if request.data == "hub":
+        revision = hub.resolve_revision(request.hub_revision, request.offline)
+        for record in hub.load(request.length, revision):
+            records.setdefault(record["task"], []).append(record)
+        origin: dict[str, Any] = {"data": "hub", "repository": hub.REPOSITORY, "revision": revision}
+        missing = [task for task in request.tasks if task not in records]
+        if missing:
+            raise EvalError(f"--data hub: no record of {', '.join(missing)}; there are {', '.join(sorted(records))}")
+    else:
+        directory = Path(request.data.removeprefix("jsonl:"))
+        for task in request.tasks:
+            records[task], files[task] = jsonl.read(jsonl.find(directory, task, request.length))
+        origin = {"data": "jsonl", "files_sha256": files}
+    rows, warnings = [], []
+    for task in request.tasks:
+        for number in choose(len(records[task]), request.n, task, request.seed, request.select):
+            row, odd = shapes.row_of(records[task][number], task, number, origin["data"])
+            rows.append(row)
+            warnings += [text for text in odd if text not in warnings]
+            advance(task)
+    return Loaded(rows, origin, warnings)

@@ -38,7 +38,7 @@ _PATTERNS = (
 )
 _SEASONS = ("spring", "summer", "autumn", "winter", "harvest", "holiday")
 _WEATHERS = ("storm", "fog", "rain", "frost", "heat", "thaw")
-_PLACES = ("market", "mill", "harbour", "library", "station", "orchard", "workshop", "chapel", "kitchen", "tower")
+_PLACES = ("market", "mill", "quay", "library", "station", "orchard", "workshop", "chapel", "kitchen", "tower")
 
 
 def _prose_sentence(rng: random.Random) -> str:
@@ -116,7 +116,7 @@ def open_haystack(spec: str) -> Haystack:
     return Haystack(spec, hashlib.sha256(text.encode()).hexdigest(), sentences)
 
 
-def noise_paragraphs() -> Iterator[str]:
-    """The fixed noise paragraph again and again, as the first needle task and variable tracing use it."""
+def noise() -> Iterator[str]:
+    """The sentences of one fixed paragraph again and again, as the first needle task and variable tracing use them."""
     while True:
-        yield " ".join(NOISE)
+        yield from NOISE

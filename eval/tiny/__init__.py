@@ -1,0 +1,7 @@
+"""The embedded model: a small trained DeepSeek-V2-shaped network with its own tasks (see MODEL_CARD.md in `model`)."""
+
+from .load import load_tiny
+from .source import rows
+from .tasks import HARD_TASKS, TASKS
+
+__all__ = ["HARD_TASKS", "TASKS", "load_tiny", "rows"]

@@ -28,9 +28,9 @@ wooden""".split()
 _PEOPLE = """farmer teacher doctor painter baker driver builder carpenter clerk cook guard hunter judge lawyer miller
 nurse poet reader singer soldier tailor visitor waiter weaver writer child neighbour student uncle aunt""".split()
 _THINGS = """table chair box bag book letter map rope lamp clock wheel boat cart door gate wall roof bell cup plate
-knife spoon stone plank sack jar net drum chest bench carpet basin broom ladle""".split()
-_PLACES = """town road field yard barn shop school station bridgehead corner square hall cellar kitchen garage library
-mill harbour hillside riverbank stable attic""".split()
+knife spoon stone plank sack jar net drum chest bench rug basin broom shelf""".split()
+_PLACES = """town road field yard barn shop school station corner square hall cellar garage library mill dock park
+stable attic""".split()
 _DEEDS = """carries finds cleans repairs paints sells borrows drops hides measures moves opens packs pushes sees
 shakes throws ties turns washes watches weighs""".split()
 _TIMES = """in the morning;before noon;after lunch;late at night;every week;for a while;as usual;without a word;
@@ -45,7 +45,7 @@ def sentence(rng: Random) -> str:
         return f"the {rng.choice(_ADJECTIVES)} {rng.choice(_PEOPLE)}"
 
     def clause() -> str:
-        thing = f"{rng.choice(('a', 'the', 'one', 'another'))} {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}"
+        thing = f"{rng.choice(('the', 'one', 'another', 'this'))} {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}"
         place = f" {rng.choice(('near', 'behind', 'in', 'outside'))} the {rng.choice(_PLACES)}" if rng.random() < 0.6 else ""
         return f"{person()} {rng.choice(_DEEDS)} {thing}{place}"
 
@@ -84,7 +84,7 @@ def split_sentences(text: str) -> list[str]:
 
 @lru_cache(maxsize=2)
 def topics(held_out: bool) -> list[str]:
-    """Sentences of the interpreter's help topics: one topic in six (by CRC-32 of its name) is held out of training.
+    """Sentences of the interpreter's help topics: one topic in four (by CRC-32 of its name) is held out of training.
 
     Raises RuntimeError where the interpreter was installed without `pydoc_data`.
     """
@@ -92,7 +92,7 @@ def topics(held_out: bool) -> list[str]:
         from pydoc_data.topics import topics as texts
     except ImportError as error:
         raise RuntimeError("this interpreter has no help topics (pydoc_data); use the 'grammar' haystack") from error
-    chosen = [name for name in sorted(texts) if (zlib.crc32(name.encode()) % 6 == 0) == held_out]
+    chosen = [name for name in sorted(texts) if (zlib.crc32(name.encode()) % 4 == 0) == held_out]
     return [piece for name in chosen for piece in split_sentences(texts[name])]
 
 

@@ -1,0 +1,105 @@
+"""The compared settings of attention: one condition is one row of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from latent_santa.config import SantaConfig
+from latent_santa.eval.errors import EvalError
+
+METHODS = ("dense", "santa", "santa++", "centroid")
+ESTIMATORS = ("per_head", "pooled")
+PARENTS = ("kmeans", "contiguous")
+
+_PARENT_NAMES = {"kmeans": "k-means", "contiguous": "contiguous"}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One method with its settings; fields that a method does not have are None.
+
+    budget           nominal budget S
+    parent_size      P of SANTA++, or B, the nominal cluster size, of the centroid method
+    representatives  R of SANTA++
+    """
+
+    method: str
+    budget: int | None = None
+    parents: str | None = None
+    parent_size: int | None = None
+    representatives: int | None = None
+    estimator: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The method with everything but the budget, as tables and lines of the plot show it."""
+        if self.method == "dense":
+            return "dense (SDPA)"
+        if self.method == "santa":
+            return "SANTA"
+        parents = _PARENT_NAMES[str(self.parents)]
+        if self.method == "centroid":
+            return f"centroid B={self.parent_size} {parents}"
+        estimator = str(self.estimator).replace("_", " ")
+        return f"SANTA++ {parents} {self.parent_size}/{self.representatives} {estimator}"
+
+    @property
+    def slug(self) -> str:
+        """A file name for the condition's results, with the budget."""
+        words = [self.name.replace("SANTA++", "santapp").replace("(SDPA)", ""), f"s{self.budget}" if self.budget else ""]
+        return "_".join("_".join(words).lower().replace("/", "-").replace("=", "").split()).strip("_")
+
+    def overrides(self) -> dict[str, Any]:
+        """Arguments of `handle.configure` that select the condition."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def condition_from_dict(data: dict[str, Any]) -> Condition:
+    """The inverse of `dataclasses.asdict`."""
+    return Condition(**data)
+
+
+def expand(
+    methods: Sequence[str],
+    budgets: Sequence[int],
+    estimators: Sequence[str],
+    parents: Sequence[str],
+    teams: Sequence[tuple[int, int]],
+    centroid_sizes: Sequence[int],
+) -> tuple[Condition, ...]:
+    """All conditions of a run, dense first, each method with the settings that it has.
+
+    teams  pairs (P, R). Every condition is checked by `SantaConfig`; raises EvalError naming what is wrong.
+    """
+    for what, given, known in (
+        ("method", methods, METHODS),
+        ("estimator", estimators, ESTIMATORS),
+        ("parents", parents, PARENTS),
+    ):
+        for value in given:
+            if value not in known:
+                raise EvalError(f"unknown {what} {value!r}; choose from {', '.join(known)}")
+    found: dict[Condition, None] = {}
+    if "dense" in methods:
+        found[Condition("dense")] = None
+    for method in methods:
+        if method == "santa":
+            found |= {Condition("santa", budget): None for budget in budgets}
+        elif method == "centroid":
+            for kind in parents:
+                for size in centroid_sizes:
+                    found |= {Condition("centroid", budget, kind, size): None for budget in budgets}
+        elif method == "santa++":
+            for kind in parents:
+                for size, representatives in teams:
+                    for estimator in estimators:
+                        for budget in budgets:
+                            found[Condition("santa++", budget, kind, size, representatives, estimator)] = None
+    for condition in found:
+        try:
+            SantaConfig(**condition.overrides())
+        except ValueError as error:
+            raise EvalError(f"{condition.name}, S={condition.budget}: {error}") from error
+    return tuple(found)

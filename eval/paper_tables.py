@@ -1,0 +1,160 @@
+"""The paper's value for a setting, and which conditions of a table a run meets, misses or cannot know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from latent_santa.eval import paper_numbers
+from latent_santa.eval.conditions import Condition
+from latent_santa.eval.sources.tasks import OFFICIAL
+
+MEAN = "mean"
+DEEPSEEK, QWEN = "DeepSeek-V2-Lite-Chat", "Qwen2.5-7B-Instruct"
+MLA_TASKS = ("niah_multivalue", "fwe", "qa_1")
+
+
+@dataclass(frozen=True)
+class Table:
+    """One of the paper's RULER tables: its model, length, tasks, prompts a task, budgets and numbers."""
+
+    number: str
+    model: str
+    length: int
+    tasks: tuple[str, ...]
+    n: int
+    budgets: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A cell: KV access, score and half-width in percent, and the table that it stands in."""
+
+    access: float
+    score: float
+    half: float
+    table: str
+
+
+_ALL = tuple(OFFICIAL)
+_TO_1024, _TO_4096 = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048, 4096)
+TABLES = (
+    Table("4", QWEN, 32768, _ALL, 500, _TO_4096, paper_numbers.TABLE_4),
+    Table("11", QWEN, 8192, _ALL, 500, _TO_1024, paper_numbers.TABLE_11),
+    Table("6", QWEN, 8192, _ALL, 100, (128, 256, 512), paper_numbers.TABLE_6),
+    Table("12", QWEN, 32768, _ALL, 500, _TO_4096, paper_numbers.TABLE_12),
+    Table("15-18", DEEPSEEK, 8192, MLA_TASKS, 50, _TO_1024, paper_numbers.TABLES_15_18),
+)
+
+
+@cache
+def numbers(table: Table) -> dict[tuple[str, int | None, str], Value]:
+    """(method key, S, column) to value, parsed from the table's text."""
+    cells: dict[tuple[str, int | None, str], Value] = {}
+    columns: list[str] = []
+    for line in table.text.split("\n"):
+        words = line.split()
+        if not words:
+            continue
+        if words[0] == "columns":
+            columns = words[1:]
+            continue
+        budget = None if words[1] == "-" else int(words[1])
+        for i, column in enumerate(columns):
+            access, score, half = map(float, words[2 + 3 * i : 5 + 3 * i])
+            cells[words[0], budget, column] = Value(access, score, half, table.number)
+    return cells
+
+
+def method_key(condition: Condition) -> str | None:
+    """The condition's name in the tables' texts; None for settings that the paper did not run."""
+    if condition.method in ("dense", "santa"):
+        return condition.method
+    if condition.method == "centroid":
+        return f"centroid{condition.parent_size}" if condition.parents == "kmeans" else None
+    paper = (condition.parent_size, condition.representatives, condition.estimator) == (16, 4, "per_head")
+    return condition.parents if paper else None
+
+
+def same_model(name: str, model: str) -> bool:
+    """Whether a model id or path ends in the paper's model."""
+    return name.rstrip("/").rpartition("/")[2].lower() == model.lower()
+
+
+def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: Condition, column: str) -> Value | None:
+    """The paper's value of a condition in a column (a task, or "mean" over exactly the table's tasks), if it has one.
+
+    Only for official data, the paper's model and its length. The number of prompts may differ: a smaller run is still
+    the same quantity, with a wider interval.
+    """
+    key = method_key(condition)
+    if key is None or settings.get("data") not in ("hub", "jsonl"):
+        return None
+    for table in TABLES:
+        if not same_model(settings["model"], table.model) or settings["length"] != table.length:
+            continue
+        if column == MEAN and set(tasks) != set(table.tasks):
+            continue
+        value = numbers(table).get((key, condition.budget, column))
+        if value is not None:
+            return value
+    return None
+
+
+HOLDS, MISSED, UNKNOWN = "holds", "does not hold", "unknown"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition of a table: what the paper did, what the run did, and whether they agree."""
+
+    what: str
+    paper: str
+    run: str
+    verdict: str
+
+
+def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
+    """The conditions of a table against a run's manifest, or against nothing (every verdict is then unknown)."""
+    settings: dict[str, Any] = manifest["settings"] if manifest else {}
+    conditions = [Condition(**data) for data in manifest["conditions"]] if manifest else []
+    found: list[Check] = []
+
+    def add(what: str, paper: str, run: Any, agrees: Callable[[], bool]) -> None:
+        if not manifest:
+            found.append(Check(what, paper, "-", UNKNOWN))
+        else:
+            found.append(Check(what, paper, str(run), HOLDS if agrees() else MISSED))
+
+    get = settings.get
+    latent = table.model == DEEPSEEK
+    add("model", table.model, get("model"), lambda: same_model(settings["model"], table.model))
+    add("data", "RULER", get("data"), lambda: settings["data"] in ("hub", "jsonl"))
+    add("length", str(table.length), get("length"), lambda: settings["length"] == table.length)
+    add("tasks", " ".join(table.tasks), " ".join(get("tasks", ())), lambda: set(table.tasks) <= set(settings["tasks"]))
+    add("prompts a task", str(table.n), get("n"), lambda: settings["n"] == table.n)
+    ran = sorted({c.budget for c in conditions if c.budget and method_key(c) not in (None, "dense")})
+    add(
+        "budgets, with P=16, R=4, per head",
+        " ".join(map(str, table.budgets)),
+        " ".join(map(str, ran)),
+        lambda: set(table.budgets) <= set(ran),
+    )
+    add("dense baseline", "same adapter", any(c.method == "dense" for c in conditions), lambda: Condition("dense") in conditions)
+    add("first token", "replayed through sparse attention", get("first_token"), lambda: settings["first_token"] == "replay")
+    add("noise", "independent for each head", get("noise"), lambda: settings["noise"] == "independent")
+    if latent:
+        add("weights", "LLM.int8 except kv_b_proj and lm_head", get("quant"), lambda: settings["quant"] == "int8")
+        add("precision of the cache", "bfloat16", get("dtype"), lambda: settings["dtype"] == "bfloat16")
+        seeds = (get("seed"), get("kmeans_seed"), get("data_seed"))
+        add("seeds: sampling, k-means, data", "0, 0, 42", ", ".join(map(str, seeds)), lambda: seeds == (0, 0, 42))
+    else:
+        found.append(Check("weights", "not stated for Qwen", f"{get('dtype', '-')}, quant {get('quant', '-')}", UNKNOWN))
+    found.append(Check("answer prefix", "not stated", str(get("answer_prefix", "-")), UNKNOWN))
+    found.append(Check("which prompts were selected", "seed 42, rule not stated" if latent else "not stated", str(get("select", "-")), UNKNOWN))
+    found.append(Check("RULER commit", "not stated", str(get("origin", {}).get("revision", "-")), UNKNOWN))
+    found.append(Check("tokenizer that sized the data", "not stated", "-", UNKNOWN))
+    return found

@@ -1,0 +1,104 @@
+"""The function that stands in the attention interface for patched layers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from latent_santa.attention import Draw, Output, dense_attention, sampled_attention, santa_attention
+from latent_santa.rows import Rows
+
+from .backend import triton_attention
+from .cache_layer import TeamLayer
+from .control import Call, Controller
+from .families import Adapter
+
+NAME = "latent_santa"
+
+
+class PatchedLayer:
+    """What one attention module does in each kind of call."""
+
+    def __init__(self, adapter: Adapter, controller: Controller, config: Any) -> None:
+        self.adapter, self.controller, self.model_config = adapter, controller, config
+        self.layer: int = adapter.module.layer_idx
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        call = self.controller.call
+        if call.sparse:
+            return self._sparse(call, query, key, value, kwargs["scaling"]), None
+        if call.counted:
+            self._count_dense(call, key)
+        return self._dense(query, key, value, mask, **kwargs)
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The model's own attention, as if it were not patched."""
+        module = self.adapter.module
+        key, value = self.adapter.expand(key, value)
+        eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.model_config._attn_implementation, eager)
+        return interface(module, query, key, value, mask, **kwargs)
+
+    def _sparse(self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        config, cache = self.controller.config, call.layers[self.layer]
+        rows, parts = self.adapter.rows(key, value), self.adapter.query(query)
+        output = self._estimate(call, cache, rows, parts, scale)
+        dense = self._dense_counts(call, rows).expand_as(output.union)
+        unit = self.adapter.unit(config.method)
+        self.controller.access.record(self.layer, unit, output.routing, output.union, output.suffix, dense)
+        if self.controller.shadow:
+            self._compare(call, rows, parts, scale, output)
+        return self.adapter.output(output.out, query.dtype)
+
+    def _estimate(
+        self, call: Call, cache: TeamLayer, rows: Rows, parts: tuple[Tensor, ...], scale: float
+    ) -> Output:
+        config, device = self.controller.config, rows.values.device
+        visible, step = call.on("visible", device), call.on("step", device)
+        assert step is not None and cache.noise_key is not None
+        suffix = cache.suffix(visible)
+        draw = Draw(cache.noise_key.to(device), step, self.layer)
+        options = {"scale": scale, "estimator": config.estimator, "noise": config.noise}
+        if config.method == "santa":
+            prompt = torch.ones(parts[0].shape[0], rows.length, dtype=torch.bool, device=device) if visible is None else visible
+            prompt = prompt.index_fill(1, suffix.index, False)
+            return santa_attention(parts, rows, prompt, suffix, draw, samples=config.teams_per_head, **options)
+        teams = cache.grouped.teams
+        assert teams is not None
+        if self.layer == 0 and teams.teams <= config.teams_per_head:
+            self.controller.full_calls += 1
+        attend = triton_attention(config.backend, parts, rows, teams) or sampled_attention
+        return attend(parts, rows, teams, suffix, draw, teams_per_head=config.teams_per_head, **options)
+
+    @staticmethod
+    def _dense_counts(call: Call, rows: Rows) -> Tensor:
+        """Rows that dense attention would read, ``(B, 1)``."""
+        step = call.on("step", rows.values.device)
+        assert step is not None
+        return step[:, None]
+
+    def _count_dense(self, call: Call, key: Tensor) -> None:
+        step = call.on("step", key.device)
+        assert step is not None
+        dense = step[:, None].expand(-1, key.shape[1])
+        none = torch.zeros_like(dense)
+        self.controller.access.record(self.layer, self.adapter.unit("dense"), none, dense, none, dense)
+
+    def _compare(self, call: Call, rows: Rows, parts: tuple[Tensor, ...], scale: float, output: Output) -> None:
+        """Relative error of the estimate against dense attention on the same query and cache, a head at a time."""
+        exact, _ = dense_attention(parts, rows, call.on("visible", rows.values.device), scale)
+        exact = self.adapter.output(exact, torch.float32)
+        error = (self.adapter.output(output.out, torch.float32) - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-20)
+        self.controller.shadow_log.setdefault(self.layer, []).append(error.flatten(1).mean(-1))
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Entry in transformers' attention interface; ``module`` carries its :class:`PatchedLayer`."""
+    patched: PatchedLayer = module.__dict__["_latent_santa"]
+    return patched(query, key, value, attention_mask, **kwargs)

@@ -1,0 +1,215 @@
+"""The cache layer that owns a layer's teams, frozen representatives and exact suffix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from latent_santa.attention import Suffix
+from latent_santa.teams import Teams
+
+SLACK = 256
+
+
+@dataclass
+class Grouped:
+    """What is known about the grouped rows of a cache layer.
+
+    Attributes:
+        teams: records of all grouped rows, or None when nothing is grouped.
+        stop: rows below it are grouped, padding or listed in ``exact``; rows from it on are the open suffix.
+        exact: earlier suffix spans, between the prompts of several turns.
+        grouping: the settings that the teams were built under (:attr:`SantaConfig.grouping`).
+    """
+
+    teams: Teams | None = None
+    stop: int = 0
+    exact: tuple[tuple[int, int], ...] = ()
+    grouping: tuple[Any, ...] | None = None
+
+
+@dataclass
+class BeforeReplay:
+    """How to undo a replay when the next call turns out to continue the same prefill (chunked prefill).
+
+    The dense keys and values of the replayed row are kept, since the replay wrote sparse ones in deeper layers.
+    """
+
+    grouped: Grouped
+    start: int
+    keys: Tensor
+    values: Tensor
+
+
+class TeamLayer(DynamicLayer):
+    """A dynamic cache layer whose rows stay in place and which carries the team records of its rows.
+
+    ``keys`` and ``values`` are views ``(B, heads, N, D)`` of buffers with some free rows behind them, so that a decoding
+    step writes one row instead of copying all of them. In MLA ``keys`` holds content latents and ``values`` rotary keys.
+
+    Attributes:
+        grouped: team records and spans.
+        waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
+        noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.grouped = Grouped()
+        self.waiting: tuple[int, int] | None = None
+        self.before_replay: BeforeReplay | None = None
+        self.noise_key: Tensor | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def adopt(cls, layer: DynamicLayer) -> TeamLayer:
+        """Take over a plain dynamic layer; rows it already holds wait to be grouped."""
+        team_layer = cls()
+        if layer.is_initialized and layer.keys is not None:
+            team_layer.lazy_initialization(layer.keys, layer.values)
+            team_layer.keys, team_layer.values = layer.keys, layer.values
+            if layer.get_seq_length():
+                team_layer.waiting = (0, layer.get_seq_length())
+        return team_layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append rows in place and return all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        buffers = self._room(stop, key_states, value_states)
+        for buffer, new in zip(buffers, (key_states, value_states), strict=True):
+            buffer[..., start:stop, :] = new
+        self.keys, self.values = (buffer[..., :stop, :] for buffer in buffers)
+        return self.keys, self.values
+
+    def _room(self, stop: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Buffers with room for ``stop`` rows that hold the present ones; copied only when they are full.
+
+        Others may assign ``keys`` (beam search does), so the buffers count only while the views still lie in them.
+        """
+        held = self._buffers
+        length = self.get_seq_length()
+        if held is not None and held[0].shape[-2] >= stop and (not length or self.keys.data_ptr() == held[0].data_ptr()):
+            return held
+        room = stop + max(SLACK, stop // 16)
+        fresh = []
+        for old, new in ((self.keys, key_states), (self.values, value_states)):
+            buffer = new.new_empty(*new.shape[:-2], room, new.shape[-1])
+            if length:
+                buffer[..., :length, :] = old
+            fresh.append(buffer)
+        self._buffers = (fresh[0], fresh[1])
+        return self._buffers
+
+    def suffix(self, visible: Tensor | None) -> Suffix:
+        """Rows in no team that a query must attend exactly: earlier spans and everything since the last grouping."""
+        spans = (*self.grouped.exact, (self.grouped.stop, self.get_seq_length()))
+        index = torch.cat([torch.arange(a, b, device=self.keys.device) for a, b in spans])
+        return Suffix(index, None if visible is None else visible[:, index])
+
+    def hold_back_last(self) -> None:
+        """Take the last row out of the cache before its token is replayed (Appendix F).
+
+        Call it before grouping changes ``grouped``; the teams then still list the row, which the replay writes again.
+        """
+        self.keys, self.values = self.keys[..., :-1, :], self.values[..., :-1, :]
+
+    def continue_prefill(self) -> None:
+        """Undo the replay of a prefill chunk: its last row becomes the dense one again and its span waits."""
+        undo = self.before_replay
+        if undo is None:
+            return
+        stop = self.get_seq_length()
+        self.keys[..., stop - 1 : stop, :] = undo.keys
+        self.values[..., stop - 1 : stop, :] = undo.values
+        self.grouped, self.waiting, self.before_replay = undo.grouped, (undo.start, stop), None
+
+    def regroup(self) -> None:
+        """Drop the teams; every row up to the present length waits to be grouped anew."""
+        self.grouped, self.before_replay = Grouped(), None
+        self.waiting = (0, self.get_seq_length()) if self.get_seq_length() else None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove rows from the end; below the grouped rows the teams go too, and what is left waits to be grouped."""
+        before = self.get_seq_length()
+        super().crop(tokens_to_remove)
+        self.before_replay = None  # a crop means that what follows is no further chunk of a prefill
+        length = self.get_seq_length()
+        if length == before:
+            return
+        if length < self.grouped.stop:
+            self.regroup()
+        elif self.waiting is not None:
+            start, stop = self.waiting
+            self.waiting = (start, min(stop, length)) if length > start else None
+
+    def reset(self) -> None:
+        super().reset()
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._buffers = None
+        self.grouped, self.waiting, self.before_replay, self.noise_key = Grouped(), None, None, None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._follow(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        batch = self.keys.shape[0] if self.get_seq_length() else 0
+        super().batch_repeat_interleave(repeats)
+        if batch:
+            self._follow(torch.arange(batch, device=self.keys.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        batch = self.keys.shape[0] if self.get_seq_length() else 0
+        super().batch_select_indices(indices)
+        if batch:
+            self._follow(torch.arange(batch, device=self.keys.device)[indices.to(self.keys.device)])
+
+    def _follow(self, index: Tensor) -> None:
+        """Let everything beside keys and values follow the sequences ``index``."""
+        if self.get_seq_length() == 0:
+            return
+        index = index.to(self.keys.device)
+        if self.grouped.teams is not None:
+            self.grouped.teams = self.grouped.teams.select_batch(index)
+        if self.noise_key is not None:
+            self.noise_key = self.noise_key.index_select(0, index)
+        if self.before_replay is not None:
+            self.before_replay.keys = self.before_replay.keys.index_select(0, index)
+            self.before_replay.values = self.before_replay.values.index_select(0, index)
+            if self.before_replay.grouped.teams is not None:
+                old = self.before_replay.grouped
+                self.before_replay.grouped = Grouped(old.teams.select_batch(index), old.stop, old.exact, old.grouping)
+
+    def offload(self) -> None:
+        raise NotImplementedError("latent_santa keeps a cache on its device: offloaded caches are not supported")
+
+
+def adopt_cache(cache: Any) -> None:
+    """Turn every layer of a dynamic cache into a :class:`TeamLayer`, in place.
+
+    Raises:
+        NotImplementedError: a static, quantised, sliding, offloaded or other cache.
+    """
+    supported = "supported is DynamicCache (what generate() makes by default) without offloading"
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
+        raise NotImplementedError(f"got a cache of type {type(cache).__name__}; {supported}")
+    if cache.offloading:
+        raise NotImplementedError(f"got an offloaded {type(cache).__name__}; {supported}")
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[place] = TeamLayer.adopt(layer)
+        elif not isinstance(layer, TeamLayer):
+            raise NotImplementedError(
+                f"got a {type(cache).__name__} whose layer {place} is a {type(layer).__name__}; {supported}, so pass no "
+                "cache_implementation and no cache of another kind"
+            )
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = TeamLayer

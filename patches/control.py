@@ -1,0 +1,234 @@
+"""Prefill, replay and decode: what each call of the base model is, and what its attention layers do in it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from latent_santa.access import AccessLedger
+from latent_santa.config import SantaConfig
+from latent_santa.noise import noise_keys
+
+from .cache_layer import BeforeReplay, TeamLayer, adopt_cache
+from .families import Adapter
+from .grouping import group_waiting
+
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+@dataclass
+class Call:
+    """One forward call of the base model.
+
+    Attributes:
+        kind: ``"prefill"`` (dense, its rows get grouped), ``"verify"`` (a few tokens at once, dense, they join the
+            suffix), ``"decode"`` or ``"replay"`` (one token, sparse), ``"dense"`` (one token under method "dense"), or
+            ``"uncached"``.
+        layers: the cache's layers.
+        visible: ``(B, L)`` bool over all rows including this call's, or None when all are real.
+        step: ``(B,)`` int64, rows that each sequence sees at its last token.
+    """
+
+    kind: str
+    layers: Sequence[TeamLayer] = ()
+    visible: Tensor | None = None
+    step: Tensor | None = None
+    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+
+    @property
+    def sparse(self) -> bool:
+        return self.kind in ("decode", "replay")
+
+    @property
+    def counted(self) -> bool:
+        """Whether the ledger counts it: prefill is outside the counter (Appendix C.1)."""
+        return self.kind in ("decode", "replay", "dense", "verify")
+
+    def on(self, name: str, device: torch.device) -> Tensor | None:
+        """``visible`` or ``step`` on a layer's device, moved once a call."""
+        value: Tensor | None = getattr(self, name)
+        if value is None or value.device == device:
+            return value
+        key = (name, device)
+        if key not in self._moved:
+            self._moved[key] = value.to(device)
+        return self._moved[key]
+
+
+class Controller:
+    """Watches the base model's calls through hooks and keeps their state.
+
+    Attributes:
+        config: settings in force; may change between calls.
+        access: the ledger.
+        calls: number of base-model calls by kind.
+        full_calls: sparse calls in which K covered every team, which are dense attention.
+    """
+
+    def __init__(self, base: PreTrainedModel, adapters: list[Adapter], config: SantaConfig) -> None:
+        self.base, self.adapters, self.config = base, adapters, config
+        self.access = AccessLedger()
+        self.sequence_keys: list[int] | None = None
+        self.calls: dict[str, int] = {}
+        self.full_calls = 0
+        self.call = Call("uncached")
+        self.shadow = False
+        self.shadow_log: dict[int, list[Tensor]] = {}
+        names = list(inspect.signature(type(base).forward).parameters)[1:]
+        self._names = [n for n in names if n not in ("args", "kwargs")]
+        self._replaying = False
+
+    def before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        """Forward pre-hook of the base model: classify the call and make the cache ready for it."""
+        kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if self._replaying:
+            return (), kwargs
+        if base.training and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "the model is in training mode with gradients enabled; latent_santa supports inference: call model.eval() "
+                "and use torch.no_grad(), or unpatch first"
+            )
+        if kwargs.get("output_attentions") or base.config.output_attentions:
+            raise NotImplementedError(
+                "output_attentions=True was asked for; sampled attention has no full attention weights: switch it off, "
+                "or use santa.shadow for its error against dense attention"
+            )
+        cache_name = next((n for n in CACHE_NAMES if kwargs.get(n) is not None), None)
+        cache = kwargs[cache_name] if cache_name else None
+        use_cache = kwargs.get("use_cache")
+        if cache is None and (base.config.use_cache if use_cache is None else use_cache):
+            cache_name = next(n for n in CACHE_NAMES if n in self._names)
+            cache = kwargs[cache_name] = DynamicCache(config=base.config)
+        if cache is None:
+            self._begin(Call("uncached"))
+            return (), kwargs
+        adopt_cache(cache)
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if tokens is None:
+            raise ValueError("the base model was called with neither input_ids nor inputs_embeds")
+        self._begin(self._classify(cache, tokens, kwargs.get("attention_mask")))
+        if self.call.kind == "decode":
+            group_waiting(self.call.layers, self.adapters, self.call.visible, self.config)
+            for layer in self.call.layers:
+                layer.before_replay = None
+        return (), kwargs
+
+    def _begin(self, call: Call) -> None:
+        self.call = call
+        self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
+
+    def _classify(self, cache: Any, tokens: Tensor, mask: Any) -> Call:
+        """Name the call by its number of tokens and by what the cache already holds."""
+        batch, new = tokens.shape[:2]
+        held = cache.get_seq_length()
+        while len(cache.layers) < len(self.adapters):
+            cache.layers.append(TeamLayer())
+        layers = cache.layers
+        visible = self._visible(mask, batch, held + new)
+        if visible is None:
+            step = torch.full((batch,), held + new, dtype=torch.int64, device=tokens.device)
+        else:
+            step = visible.sum(-1)
+        if layers[0].noise_key is None or layers[0].noise_key.shape[0] != batch or held == 0:
+            self._key_sequences(layers, batch, tokens.device)
+        if held == 0:
+            kind = "prefill"
+            for adapter in self.adapters:
+                adapter.forget_weights()
+        elif layers[0].before_replay is not None and new > 1:
+            kind = "prefill"
+            for layer in layers:
+                layer.continue_prefill()
+        elif new == 1:
+            kind = "dense" if self.config.method == "dense" else "decode"
+        else:
+            kind = "prefill" if new >= self.config.parent_size else "verify"
+        if kind == "prefill":
+            for layer in layers:
+                start = layer.waiting[0] if layer.waiting is not None else held
+                layer.waiting = (start, held + new)
+        return Call(kind, layers, visible, step)
+
+    @staticmethod
+    def _visible(mask: Any, batch: int, length: int) -> Tensor | None:
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            got = f"a mask of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise NotImplementedError(
+                f"got {got} as attention_mask; supported is None or a 2D padding mask (batch, cached + new tokens)"
+            )
+        if tuple(mask.shape) != (batch, length):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}, but {batch} sequences with {length} cached and new tokens "
+                f"need ({batch}, {length})"
+            )
+        return mask.bool()
+
+    def _key_sequences(self, layers: Sequence[TeamLayer], batch: int, device: torch.device) -> None:
+        keys = list(range(batch)) if self.sequence_keys is None else self.sequence_keys
+        if len(keys) != batch:
+            raise ValueError(
+                f"sequence_keys has {len(keys)} entries for a batch of {batch} sequences (beams and returned sequences "
+                "count): give one a sequence, or None for their place in the batch"
+            )
+        for layer in layers:
+            layer.noise_key = noise_keys(self.config.seed, keys, device)
+
+    def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook of the base model: after a prefill, group its rows and replay its last token."""
+        call = self.call
+        if self._replaying or call.kind != "prefill":
+            return output
+        if self.config.first_token == "dense" or self.config.method == "dense":
+            return output
+        held = [self._hold_back(layer) for layer in call.layers]
+        group_waiting(call.layers, self.adapters, call.visible, self.config)
+        for layer, undo in zip(call.layers, held, strict=True):
+            layer.hold_back_last()
+            layer.before_replay = undo
+        self._begin(Call("replay", call.layers, call.visible, call.step))
+        self._replaying = True
+        try:
+            again = base(**_last_token(kwargs))
+        finally:
+            self._replaying = False
+        return _replace_last(output, again)
+
+    @staticmethod
+    def _hold_back(layer: TeamLayer) -> BeforeReplay:
+        assert layer.waiting is not None
+        start = layer.waiting[0]
+        return BeforeReplay(layer.grouped, start, layer.keys[..., -1:, :].clone(), layer.values[..., -1:, :].clone())
+
+
+def _last_token(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the base model for the last token alone."""
+    kwargs = dict(kwargs)
+    for name in ("input_ids", "inputs_embeds"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name][:, -1:]
+    for name in ("position_ids", "cache_position"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name][..., -1:]
+    return kwargs
+
+
+def _replace_last(output: Any, again: Any) -> Any:
+    """The prefill's output with the replayed token's hidden states in the last place."""
+
+    def joined(dense: Tensor, sparse: Tensor) -> Tensor:
+        return torch.cat((dense[:, :-1], sparse.to(dense.device)), 1)
+
+    if isinstance(output, tuple):
+        return (joined(output[0], again[0]), *output[1:])
+    output.last_hidden_state = joined(output.last_hidden_state, again.last_hidden_state)
+    if getattr(output, "hidden_states", None) is not None:
+        output.hidden_states = tuple(map(joined, output.hidden_states, again.hidden_states))
+    return output

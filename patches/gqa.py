@@ -1,0 +1,48 @@
+"""GQA and MHA attention modules: query heads of one KV head form a sharing group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from latent_santa.access import GQA_SANTA_UNIT, GQA_UNIT, Unit
+from latent_santa.rows import Rows
+
+
+class GqaAdapter:
+    """Attention of one module with rotated keys and values in its cache."""
+
+    layout = "gqa"
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.group = module.num_key_value_groups
+
+    def unit(self, method: str) -> Unit:
+        return GQA_SANTA_UNIT if method == "santa" else GQA_UNIT
+
+    def forget_weights(self) -> None:
+        """Nothing is kept."""
+
+    def query(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Query states ``(B, G * H, 1, D)`` as one part ``(B, G, H, D)``, float32; a group's heads are neighbours."""
+        return (states[:, :, 0].float().unflatten(1, (-1, self.group)),)
+
+    def rows(self, keys: Tensor, values: Tensor) -> Rows:
+        return Rows((keys,), values)
+
+    def points(self, keys: Tensor) -> Tensor:
+        """What parents and teams are formed on: rotated keys, as cached."""
+        return keys
+
+    def output(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """``(B, G, H, V)`` as attention output ``(B, 1, G * H, V)`` in the model's dtype."""
+        return out.flatten(1, 2)[:, None].to(dtype)
+
+    def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def check(self) -> None:
+        """Nothing to check: rows are keys and values as the module made them."""

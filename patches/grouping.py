@@ -1,0 +1,74 @@
+"""Grouping of cached rows: parents, teams and frozen representatives for every layer of a cache at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from latent_santa.config import SantaConfig
+from latent_santa.parents import form_parents
+from latent_santa.teams import Teams, build_centroids, build_teams, join_teams
+
+from .cache_layer import Grouped, TeamLayer
+from .families import Adapter
+
+
+def group_waiting(layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, config: SantaConfig) -> None:
+    """Group the rows that wait in each layer, and drop teams that other settings made.
+
+    Layers of one device are clustered together, so that the k-means engine sees large batches.
+
+    Args:
+        layers, adapters: of every attention layer, in order.
+        visible: ``(B, L)`` bool, False for padding rows, or None when all rows are real.
+        config: the settings in force.
+    """
+    jobs: dict[tuple[torch.device, tuple[int, int]], list[int]] = {}
+    for number, layer in enumerate(layers):
+        if layer.grouped.grouping not in (None, config.grouping):
+            layer.regroup()
+        if layer.waiting is not None:
+            jobs.setdefault((layer.keys.device, layer.waiting), []).append(number)
+    for (device, (start, stop)), numbers in jobs.items():
+        member = _member(visible, layers[numbers[0]].keys.shape[0], start, stop, device)
+        if config.method in ("santa", "dense"):
+            built: list[Teams | None] = [None] * len(numbers)
+        else:
+            built = list(_build(layers, adapters, numbers, member, config))
+        for number, teams in zip(numbers, built, strict=True):
+            layers[number].grouped = _extended(layers[number].grouped, teams, start, stop, config)
+            layers[number].waiting = None
+
+
+def _member(visible: Tensor | None, batch: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """``(B, stop)`` bool: rows of the span that are no padding."""
+    inside = torch.arange(stop, device=device) >= start
+    if visible is None:
+        return inside.expand(batch, -1)
+    return inside & visible[:, :stop].to(device)
+
+
+def _build(
+    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], numbers: list[int], member: Tensor, config: SantaConfig
+) -> list[Teams]:
+    stop = member.shape[-1]
+    points = [adapters[n].points(layers[n].keys)[:, :, :stop] for n in numbers]
+    parents = form_parents(points, member, config)
+    built = []
+    for n, part, points_of_layer in zip(numbers, parents, points, strict=True):
+        rows = adapters[n].rows(layers[n].keys[:, :, :stop], layers[n].values[:, :, :stop])
+        if config.method == "centroid":
+            built.append(build_centroids(rows, part))
+        else:
+            built.append(build_teams(rows, points_of_layer, part, config.representatives))
+    return built
+
+
+def _extended(old: Grouped, teams: Teams | None, start: int, stop: int, config: SantaConfig) -> Grouped:
+    """The old records with one more grouped span; rows between the two stay an exact span."""
+    between = ((old.stop, start),) if start > old.stop else ()
+    if old.teams is not None and teams is not None:
+        teams = join_teams(old.teams, teams)
+    return Grouped(teams, stop, (*old.exact, *between), config.grouping)

@@ -1,0 +1,259 @@
+"""``patch`` and the handle it returns."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import warnings
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from latent_santa.access import AccessLedger
+from latent_santa.config import SantaConfig
+
+from .attention import NAME, PatchedLayer, attention_forward
+from .control import Controller
+from .families import base_model, find_adapters
+
+_patched_models = 0
+
+
+def patch(model: PreTrainedModel, config: SantaConfig | None = None, **overrides: Any) -> SantaHandle:
+    """Patch a loaded model so that decoding reads sampled teams of cache rows.
+
+    The prefill stays dense. Nothing outside this instance changes: other models of the class are untouched.
+
+    Args:
+        model: a native transformers causal language model (or its base model) with MLA or GQA attention.
+        config: settings; default :class:`SantaConfig`.
+        **overrides: fields of :class:`SantaConfig` to change, such as ``budget=256``.
+
+    Returns:
+        A handle, also a context manager: ``with latent_santa.patch(model, budget=512) as santa: ...``.
+
+    Raises:
+        ValueError: a setting is invalid.
+        RuntimeError: the model is patched already.
+        NotImplementedError: the model is of a kind that is not supported; it is left unchanged.
+    """
+    settings = (config or SantaConfig()).with_overrides(**overrides)
+    adapters = find_adapters(model)
+    if any("_latent_santa" in adapter.module.__dict__ for adapter in adapters):
+        raise RuntimeError(
+            f"this {type(model).__name__} is patched already: change settings with handle.configure(...), or call "
+            "handle.unpatch() first"
+        )
+    for adapter in adapters:
+        adapter.check()
+    return SantaHandle(model, Controller(base_model(model), adapters, settings))
+
+
+class SantaHandle:
+    """A patched model's settings, ledger and way back. Made by :func:`patch`.
+
+    Attributes:
+        model: the patched model.
+        sequence_keys: noise keys, one integer a sequence of the batch, or None for the place in the batch. A sequence
+            draws the same noise wherever its key is the same.
+        shadow: when True, every sparse call also computes dense attention on the same cache and records the error.
+    """
+
+    def __init__(self, model: PreTrainedModel, controller: Controller) -> None:
+        global _patched_models
+        self.model = model
+        self._controller = controller
+        self._undo: list[tuple[Any, str, bool, Any]] = []
+        base = controller.base
+        ALL_ATTENTION_FUNCTIONS[NAME] = attention_forward
+        _patched_models += 1
+        for adapter in controller.adapters:
+            module = adapter.module
+            config = copy.copy(module.config)
+            config._attn_implementation_internal = NAME
+            self._set(module, "_latent_santa", PatchedLayer(adapter, controller, module.config))
+            self._set(module, "config", config)
+            if adapter.layout == "mla":
+                self._set(module, "expand_kv", _unexpanded)
+        self._hooks = [
+            base.register_forward_pre_hook(controller.before, with_kwargs=True),
+            base.register_forward_hook(controller.after, with_kwargs=True),
+        ]
+        if hasattr(model, "generate"):
+            self._set(model, "generate", self._watched(model.generate))
+
+    def _set(self, target: Any, name: str, value: Any) -> None:
+        self._undo.append((target, name, name in target.__dict__, target.__dict__.get(name)))
+        target.__dict__[name] = value
+
+    def unpatch(self) -> None:
+        """Give the model back exactly as it was. Calling it again does nothing."""
+        global _patched_models
+        if not self._undo:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        for target, name, had, old in reversed(self._undo):
+            if had:
+                target.__dict__[name] = old
+            else:
+                del target.__dict__[name]
+        self._undo.clear()
+        _patched_models -= 1
+        if _patched_models == 0:
+            del ALL_ATTENTION_FUNCTIONS[NAME]
+
+    def __enter__(self) -> SantaHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unpatch()
+
+    @property
+    def patched(self) -> bool:
+        """Whether the model is still patched."""
+        return bool(self._undo)
+
+    @property
+    def config(self) -> SantaConfig:
+        """Settings in force; change them with :meth:`configure`."""
+        return self._controller.config
+
+    def configure(self, **overrides: Any) -> SantaConfig:
+        """Change settings between generations, without patching again.
+
+        Decode settings apply to the next call. When a setting that shapes teams changes, a cache that is already
+        grouped is grouped anew at its next sparse call.
+        """
+        self._controller.config = self.config.with_overrides(**overrides)
+        return self.config
+
+    @property
+    def sequence_keys(self) -> list[int] | None:
+        return self._controller.sequence_keys
+
+    @sequence_keys.setter
+    def sequence_keys(self, keys: list[int] | None) -> None:
+        self._controller.sequence_keys = None if keys is None else [int(key) for key in keys]
+
+    @property
+    def access(self) -> AccessLedger:
+        """The ledger of rows read (Equations 13 and 14)."""
+        return self._controller.access
+
+    @property
+    def layers(self) -> int:
+        """Patched attention layers."""
+        return len(self._controller.adapters)
+
+    @property
+    def layout(self) -> str:
+        """``"mla"`` or ``"gqa"``."""
+        return self._controller.adapters[0].layout
+
+    @property
+    def sparse_calls(self) -> int:
+        """Single-token calls of the model that sampled, replays included."""
+        return self._controller.calls.get("decode", 0) + self._controller.calls.get("replay", 0)
+
+    @property
+    def dense_calls(self) -> int:
+        """Decoding calls that attended densely: method "dense", verification of drafts, or no cache."""
+        calls = self._controller.calls
+        return calls.get("dense", 0) + calls.get("verify", 0) + calls.get("uncached", 0)
+
+    @property
+    def prefill_calls(self) -> int:
+        """Calls whose rows were (or will be) grouped."""
+        return self._controller.calls.get("prefill", 0)
+
+    @property
+    def shadow(self) -> bool:
+        return self._controller.shadow
+
+    @shadow.setter
+    def shadow(self, on: bool) -> None:
+        self._controller.shadow = bool(on)
+
+    def shadow_errors(self) -> torch.Tensor:
+        """Relative attention errors recorded by shadow mode, ``(layers, calls, B)`` float32 on the CPU.
+
+        An entry is the mean over heads of ||estimate - dense|| / ||dense||, on the same query and cache.
+        """
+        log = self._controller.shadow_log
+        if not log:
+            return torch.empty(0, 0, 0)
+        return torch.stack([torch.stack(log[layer]).cpu() for layer in sorted(log)])
+
+    def reset(self) -> None:
+        """Forget the ledger, call counts and shadow errors."""
+        self.access.reset()
+        self._controller.calls.clear()
+        self._controller.full_calls = 0
+        self._controller.shadow_log.clear()
+
+    def report(self) -> str:
+        """A table of settings, calls and rows, and each layer's rows, as text."""
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        config, calls = self.config, self._controller.calls
+        console.print(
+            f"{type(self.model).__name__}: {self.layers} {self.layout.upper()} layers patched, method {config.method}, "
+            f"{config.parents} parents, P={config.parent_size}, R={config.representatives}, S={config.budget} "
+            f"(K={config.teams_per_head}), {config.estimator}, {config.noise} noise"
+        )
+        console.print(
+            f"calls: {self.prefill_calls} prefill, {self.sparse_calls} sparse ({calls.get('replay', 0)} replays, "
+            f"{self._controller.full_calls} with every team selected), {self.dense_calls} dense"
+        )
+        equation = "Equation 14" if self.layout == "mla" else "Equation 13"
+        table = Table(title=f"rows read by decoding calls ({equation}); logical access, not time")
+        for column in ("layer", "calls", "routing", "union", "suffix", "dense", "percent", "without routing"):
+            table.add_column(column, justify="right")
+        summary = self.access.as_dict()
+        for entry in (*summary["per_layer"], {"layer": "all", **summary["totals"]}):
+            percents = (entry["percent"], entry["percent_without_routing"])
+            table.add_row(
+                *(str(entry[name]) for name in ("layer", "calls", "routing", "union", "suffix", "dense")),
+                *("-" if value is None else f"{value:.2f}" for value in percents),
+            )
+        console.print(table)
+        stream = console.file
+        assert isinstance(stream, io.StringIO)
+        return stream.getvalue()
+
+    def __repr__(self) -> str:
+        state = f"{self.layers} layers patched" if self.patched else "unpatched"
+        return f"<SantaHandle of {type(self.model).__name__}: {state}, {self.config}>"
+
+    def _watched(self, generate: Any) -> Any:
+        """``generate`` that says so when nothing in it was sparse."""
+
+        @functools.wraps(generate)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            calls = self._controller.calls
+            before = dict(calls)
+            result = generate(*args, **kwargs)
+            made = {kind: number - before.get(kind, 0) for kind, number in calls.items() if number > before.get(kind, 0)}
+            if self.config.method != "dense" and not made.get("decode", 0) and not made.get("replay", 0):
+                warnings.warn(f"no call of this generation was sparse: {_why_dense(made)}", stacklevel=2)
+            return result
+
+        return watched
+
+
+def _why_dense(made: dict[str, int]) -> str:
+    if made.get("uncached"):
+        return "it ran without a cache (use_cache=False), so there are no rows to group"
+    if made.get("verify"):
+        return "drafts were verified several tokens at a time, and such calls attend densely"
+    return "it made no single-token call on a filled cache, and first_token='dense' replays nothing"
+
+
+def _unexpanded(latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands in for a module's expand_kv, so that the attention function gets the cache's own rows."""
+    return latents, rotary

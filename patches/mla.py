@@ -1,0 +1,110 @@
+"""MLA attention modules: queries are absorbed into latent space, and the cache is never expanded while decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from latent_santa.access import MLA_UNIT, Unit
+from latent_santa.rows import Rows
+
+
+class MlaAdapter:
+    """Absorbed attention of one MLA module.
+
+    ``kv_b_proj`` holds, for each head, W_UK (latent to content key) and W_UV (latent to value). A content score is
+    q_nope . (W_UK c) = (q_nope W_UK) . c, and a value is W_UV c, so queries go into latent space once a step and the
+    weighted sum of latents comes back once a step.
+    """
+
+    layout = "mla"
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.nope, self.rope = module.qk_nope_head_dim, module.qk_rope_head_dim
+        self.value_dim, self.rank = module.v_head_dim, module.kv_lora_rank
+        self._projected: Tensor | None = None
+
+    def unit(self, method: str) -> Unit:
+        return MLA_UNIT
+
+    def forget_weights(self) -> None:
+        """Drop the copy of a projection that cannot be read directly; it is made again when next needed."""
+        self._projected = None
+
+    def up_projection(self) -> Tensor:
+        """W_UK over W_UV: ``(H, nope + v, rank)``, as the module applies it.
+
+        A plain linear layer's weight is used as it stands. Anything else (quantised, offloaded, with adapters) is
+        asked what it does to the unit vectors, so that packed weights are never read as numbers.
+        """
+        projection = self.module.kv_b_proj
+        weight = getattr(projection, "weight", None)
+        if type(projection) is nn.Linear and weight.is_floating_point() and weight.element_size() >= 2 and not weight.is_meta:
+            return weight.view(-1, self.nope + self.value_dim, self.rank)
+        if self._projected is None:
+            layer_norm = self.module.kv_a_layernorm.weight
+            device = layer_norm.device if not layer_norm.is_meta else torch.device("cpu")
+            unit = torch.eye(self.rank, dtype=layer_norm.dtype, device=device)
+            with torch.no_grad():
+                image = projection(unit)
+            self._projected = image.transpose(0, 1).reshape(-1, self.nope + self.value_dim, self.rank).contiguous()
+        return self._projected
+
+    def query(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Query states ``(B, H, 1, nope + rope)`` as parts ``(B, 1, H, rank)`` and ``(B, 1, H, rope)``, float32."""
+        content, rotary = states[:, :, 0].float().split((self.nope, self.rope), -1)
+        w_uk = self.up_projection()[:, : self.nope].to(device=states.device, dtype=torch.float32)
+        return torch.einsum("bhd,hdr->bhr", content, w_uk)[:, None], rotary[:, None]
+
+    def rows(self, keys: Tensor, values: Tensor) -> Rows:
+        """The cache layer's content latents and rotary keys as rows."""
+        return Rows((keys, values), keys)
+
+    def points(self, keys: Tensor) -> Tensor:
+        """What parents and teams are formed on: the normalised content latents alone (Appendix F)."""
+        return keys
+
+    def output(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """Latent sums ``(B, 1, H, rank)`` as attention output ``(B, 1, H, v)`` in the model's dtype."""
+        w_uv = self.up_projection()[:, self.nope :].to(device=out.device, dtype=torch.float32)
+        return torch.einsum("bghr,hvr->bghv", out, w_uv).to(dtype)
+
+    def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The class's own expansion, for dense calls."""
+        return type(self.module).expand_kv(self.module, keys, values)
+
+    def check(self) -> None:
+        """See that absorbed scores and values equal the expanded ones on a few random rows.
+
+        Raises:
+            NotImplementedError: they differ, so the module is no MLA layer of the known form.
+        """
+        weight = self.module.kv_a_layernorm.weight
+        device = weight.device if not weight.is_meta else torch.device("cpu")
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device=device, dtype=weight.dtype)
+
+        with torch.no_grad():
+            latents, rotary = draw(1, 1, 3, self.rank), draw(1, 1, 3, self.rope)
+            keys, values = (part.float() for part in self.expand(latents, rotary))
+            states = draw(1, keys.shape[1], 1, self.nope + self.rope).to(keys.device)
+            wanted = torch.einsum("bhqd,bhnd->bhn", states.float(), keys)
+            content, turned = self.query(states)
+            found = content[:, 0] @ latents.to(keys.device)[:, 0].float().transpose(1, 2)
+            found = found + turned[:, 0] @ rotary.to(keys.device)[:, 0].float().transpose(1, 2)
+            value = self.output(latents.to(keys.device).float()[:, :, :1].expand(-1, -1, keys.shape[1], -1), torch.float32)
+        precise = weight.dtype == torch.float32 and type(self.module.kv_b_proj) is nn.Linear
+        tolerance = 1e-4 if precise else 0.05
+        for name, ours, theirs in (("scores", found, wanted), ("values", value[0, 0], values[0, :, 0])):
+            error = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-20)).item()
+            if not error <= tolerance:
+                raise NotImplementedError(
+                    f"{type(self.module).__name__}: absorbed {name} differ from expand_kv's by {error:.1e} (allowed "
+                    f"{tolerance:.0e}); its kv_b_proj ({type(self.module.kv_b_proj).__name__}) is not the plain latent "
+                    "up-projection that latent_santa supports"
+                )
