@@ -48,7 +48,10 @@ class Condition:
     @property
     def slug(self) -> str:
         """A file name for the condition's results, with the budget."""
-        words = [self.name.replace("SANTA++", "santapp").replace("(SDPA)", ""), f"s{self.budget}" if self.budget else ""]
+        words = [
+            self.name.replace("SANTA++", "santapp").replace("(SDPA)", ""),
+            f"s{self.budget}" if self.budget else "",
+        ]
         return "_".join("_".join(words).lower().replace("/", "-").replace("=", "").split()).strip("_")
 
     def overrides(self) -> dict[str, Any]:

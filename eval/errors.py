@@ -1,5 +1,5 @@
-"""The one error of the evaluation that a user can mend: wrong options, data that does not fit, a run that may not go on."""
+"""The one error that a user can mend: wrong options, data that does not fit, a run that may not go on."""
 
 
 class EvalError(Exception):
-    """A refusal whose text names what was given, what is supported and what to do. Commands print it and exit with 2."""
+    """A refusal that names what was given, what is supported and what to do. Commands print it and exit with 2."""

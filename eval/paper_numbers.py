@@ -1,7 +1,7 @@
 """The numbers of the paper's RULER tables, copied from its text. Each cell: KV access, score, half-width, in percent.
 
-A block begins with its columns; "mean" is the equal-weight mean over the table's tasks. Lines are method and S. Methods:
-dense (SDPA), santa, kmeans and contiguous (SANTA++), centroid4 and centroid16 (centroid-guided, B = 4 and 16).
+A block begins with its columns; "mean" is the equal-weight mean over the table's tasks. Lines are method and S.
+Methods: dense (SDPA), santa, kmeans and contiguous (SANTA++), centroid4 and centroid16 (centroid-guided, B = 4, 16).
 """
 
 # 32K, Qwen2.5-7B-Instruct, 500 prompts a task, mean of 13 tasks

@@ -119,7 +119,8 @@ class Check:
 
 def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     """The conditions of a table against a run's manifest, or against nothing (every verdict is then unknown)."""
-    settings: dict[str, Any] = manifest["settings"] if manifest else {}
+    settings: dict[str, Any] = dict(manifest["settings"]) if manifest else {}
+    origin: dict[str, Any] = manifest["origin"] if manifest else {}
     conditions = [Condition(**data) for data in manifest["conditions"]] if manifest else []
     found: list[Check] = []
 
@@ -132,7 +133,7 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     get = settings.get
     latent = table.model == DEEPSEEK
     add("model", table.model, get("model"), lambda: same_model(settings["model"], table.model))
-    add("data", "RULER", get("data"), lambda: settings["data"] in ("hub", "jsonl"))
+    add("data", "RULER", origin.get("data"), lambda: origin["data"] in ("hub", "jsonl"))
     add("length", str(table.length), get("length"), lambda: settings["length"] == table.length)
     add("tasks", " ".join(table.tasks), " ".join(get("tasks", ())), lambda: set(table.tasks) <= set(settings["tasks"]))
     add("prompts a task", str(table.n), get("n"), lambda: settings["n"] == table.n)
@@ -143,8 +144,18 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
         " ".join(map(str, ran)),
         lambda: set(table.budgets) <= set(ran),
     )
-    add("dense baseline", "same adapter", any(c.method == "dense" for c in conditions), lambda: Condition("dense") in conditions)
-    add("first token", "replayed through sparse attention", get("first_token"), lambda: settings["first_token"] == "replay")
+    add(
+        "dense baseline",
+        "same adapter",
+        any(c.method == "dense" for c in conditions),
+        lambda: Condition("dense") in conditions,
+    )
+    add(
+        "first token",
+        "replayed through sparse attention",
+        get("first_token"),
+        lambda: settings["first_token"] == "replay",
+    )
     add("noise", "independent for each head", get("noise"), lambda: settings["noise"] == "independent")
     if latent:
         add("weights", "LLM.int8 except kv_b_proj and lm_head", get("quant"), lambda: settings["quant"] == "int8")
@@ -152,9 +163,18 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
         seeds = (get("seed"), get("kmeans_seed"), get("data_seed"))
         add("seeds: sampling, k-means, data", "0, 0, 42", ", ".join(map(str, seeds)), lambda: seeds == (0, 0, 42))
     else:
-        found.append(Check("weights", "not stated for Qwen", f"{get('dtype', '-')}, quant {get('quant', '-')}", UNKNOWN))
+        found.append(
+            Check("weights", "not stated for Qwen", f"{get('dtype', '-')}, quant {get('quant', '-')}", UNKNOWN)
+        )
     found.append(Check("answer prefix", "not stated", str(get("answer_prefix", "-")), UNKNOWN))
-    found.append(Check("which prompts were selected", "seed 42, rule not stated" if latent else "not stated", str(get("select", "-")), UNKNOWN))
-    found.append(Check("RULER commit", "not stated", str(get("origin", {}).get("revision", "-")), UNKNOWN))
+    found.append(
+        Check(
+            "which prompts were selected",
+            "seed 42, rule not stated" if latent else "not stated",
+            str(get("select", "-")),
+            UNKNOWN,
+        )
+    )
+    found.append(Check("RULER commit", "not stated", str(origin.get("revision", "-")), UNKNOWN))
     found.append(Check("tokenizer that sized the data", "not stated", "-", UNKNOWN))
     return found

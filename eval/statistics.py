@@ -27,7 +27,9 @@ class Interval:
         return (self.high - self.low) / 2
 
 
-def resampled_means(scores: NDArray[np.float64], task: str, seed: int, resamples: int = RESAMPLES) -> NDArray[np.float64]:
+def resampled_means(
+    scores: NDArray[np.float64], task: str, seed: int, resamples: int = RESAMPLES
+) -> NDArray[np.float64]:
     """Means of `resamples` draws with replacement from one task's scores, shape (resamples,).
 
     The index draws depend on seed, task name and number of prompts only: adding tasks changes nothing, and two methods
@@ -58,6 +60,6 @@ def mean_interval(scores: Mapping[str, NDArray[np.float64]], seed: int, resample
 
 
 def retained(score: float, dense: float) -> float | None:
-    """The normalised score in percent, from scores rounded to two decimals as the paper's tables do; None without one."""
+    """The normalised score in percent, from scores rounded to two decimals as in the paper; None if dense is 0."""
     dense = round(dense, 2)
     return 100 * round(score, 2) / dense if dense > 0 else None

@@ -54,6 +54,8 @@ class Store:
     def __init__(self, directory: Path, rank: int = 0, world: int = 1) -> None:
         self.directory = directory
         self.rank, self.world = rank, world
+        self._manifest: dict[str, Any] | None = None
+        self._prompts: list[Prompt] | None = None
 
     @property
     def manifest_path(self) -> Path:
@@ -86,10 +88,13 @@ class Store:
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest."""
+        self._manifest = self._prompts = None
         write_atomic(self.manifest_path, json.dumps(manifest, indent=1) + "\n")
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest. Raises EvalError if there is none, or one of another format."""
+        """The manifest, read once. Raises EvalError if there is none, or one of another format."""
+        if self._manifest is not None:
+            return self._manifest
         try:
             manifest = json.loads(self.manifest_path.read_text())
         except OSError as error:
@@ -98,15 +103,21 @@ class Store:
             raise EvalError(f"{self.manifest_path} is not JSON ({error})") from error
         if manifest.get("format") != FORMAT:
             raise EvalError(f"{self.manifest_path} has format {manifest.get('format')!r}; this version reads {FORMAT}")
+        self._manifest = manifest
         return manifest
 
     def prompts(self) -> list[Prompt]:
-        """The frozen prompts in their order. Raises EvalError if the file was changed after freezing."""
+        """The frozen prompts in their order, read once. Raises EvalError if the file was changed after freezing."""
+        if self._prompts is not None:
+            return self._prompts
         content = self.prompts_path.read_bytes() if self.prompts_path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != self.manifest()["prompts_sha256"]:
-            raise EvalError(f"{self.prompts_path} is not the file that was frozen: its hash differs from the manifest's")
+            raise EvalError(
+                f"{self.prompts_path} is not the file that was frozen: its hash differs from the manifest's"
+            )
         records = [json.loads(line) for line in content.decode().splitlines()]
-        return [Prompt(row_from_dict(record), record["n_tokens"], record["ids_sha256"]) for record in records]
+        self._prompts = [Prompt(row_from_dict(record), record["n_tokens"], record["ids_sha256"]) for record in records]
+        return self._prompts
 
     def _own_path(self, slug: str) -> Path:
         return self.results_directory / (f"{slug}.jsonl" if self.world == 1 else f"{slug}.rank{self.rank}.jsonl")

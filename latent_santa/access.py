@@ -40,16 +40,24 @@ class AccessLedger:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[int, Unit], list[Tensor]] = {}
+        self._calls: dict[int, list[tuple[Unit, Tensor]]] = {}
 
     def record(self, layer: int, unit: Unit, routing: Tensor, union: Tensor, suffix: Tensor, dense: Tensor) -> None:
         """Add one call of one layer; counts are integer tensors ``(B, G)``. No synchronisation with the host."""
         entry = torch.stack((routing, union, suffix, dense)).to(torch.int32)[None]
-        calls = self._calls.setdefault((layer, unit), [])
-        calls.append(entry)
+        calls = self._calls.setdefault(layer, [])
+        calls.append((unit, entry))
         # fold single entries together, so that a long run does not hold a tensor a call
-        if len(calls) > PACK and all(c.shape[0] == 1 and c.shape[1:] == entry.shape[1:] for c in calls[-PACK:]):
-            calls[-PACK:] = [torch.cat(calls[-PACK:])]
+        last = calls[-PACK:] if len(calls) > PACK else []
+        if last and all(u == unit and c.shape[0] == 1 and c.shape[1:] == entry.shape[1:] for u, c in last):
+            calls[-PACK:] = [(unit, torch.cat([c for _, c in last]))]
+
+    def drop_last_call(self) -> None:
+        """Take every layer's last call out again."""
+        for calls in self._calls.values():
+            unit, entry = calls.pop()
+            if entry.shape[0] > 1:
+                calls.append((unit, entry[:-1]))
 
     def reset(self) -> None:
         """Forget every count."""
@@ -57,13 +65,12 @@ class AccessLedger:
 
     def _entries(self) -> Iterator[tuple[int, int, Unit, Tensor]]:
         """(layer, call number within the layer, unit, ``(4, B, G)`` int64 on the host)."""
-        numbers: dict[int, int] = {}
-        for (layer, unit), calls in sorted(self._calls.items(), key=lambda item: item[0][0]):
-            for stored in calls:
+        for layer, calls in sorted(self._calls.items()):
+            number = 0
+            for unit, stored in calls:
                 for entry in stored.cpu().long():
-                    number = numbers.get(layer, 0)
-                    numbers[layer] = number + 1
                     yield layer, number, unit, entry
+                    number += 1
 
     def totals(self) -> dict[str, int]:
         """Summed counts: ``calls``, the four row counts, and the equation's parts in its own units:

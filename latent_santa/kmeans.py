@@ -104,9 +104,12 @@ def _check(
         raise ValueError(f"points is {points.dtype} {tuple(points.shape)}: give a float tensor (Q, N, D)")
     if engine not in ("auto", "sklearn", "torch"):
         raise ValueError(f"engine is {engine!r}: choose 'auto', 'sklearn' or 'torch'")
+    try:
+        lengths, clusters, seed = [index(n) for n in lengths], [index(k) for k in clusters], index(seed)
+    except TypeError as error:
+        raise ValueError(f"lengths is {lengths}, clusters is {clusters}, seed is {seed}: give Python ints") from error
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}: it must be at least 0 and below 2**32")
-    lengths, clusters = [index(n) for n in lengths], [index(k) for k in clusters]
     problems, rows, _ = points.shape
     for name, given in (("lengths", lengths), ("clusters", clusters)):
         if len(given) != problems:

@@ -60,12 +60,13 @@ def kmeans_parents(points: list[Tensor], member: Tensor, parent_size: int, seed:
             index = order[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[-1])
             problems.append(part.gather(2, index).flatten(0, 1))
         groups = points[layers[0]].shape[1]
-        rows = [length for length in lengths for _ in range(groups)] * len(layers)
+        # a sequence may have no real row here (padding that fills a chunk): one padding row stands in, without a parent
+        rows = [max(length, 1) for length in lengths for _ in range(groups)] * len(layers)
         clusters = [requested_parents(n, parent_size) for n in rows]
         found = minibatch_kmeans(torch.cat(problems), rows, clusters, seed=seed, engine=engine)
         for layer, part in zip(layers, found.view(len(layers), -1, groups, longest), strict=True):
             full = torch.full((*part.shape[:2], member.shape[-1]), -1, dtype=torch.int64, device=part.device)
-            labels[layer] = full.scatter_(2, order[:, None].expand_as(part), part)
+            labels[layer] = full.scatter_(2, order[:, None].expand_as(part), part).masked_fill_(~member[:, None], -1)
     return labels
 
 

@@ -23,8 +23,8 @@ class Teams:
         routing_keys: parts ``(B, G, M, D_i)`` in the cache's dtype: frozen copies of the representatives' keys, or
             mean keys for centroid routing.
         representative: ``(B, G, M)`` int32, the representative's row; -1 for padding and for centroids.
-        largest: the sizes of the largest teams of any one sequence and group, falling, on the host. It bounds the
-            rows that a number of teams can hold, so that decoding needs no synchronisation.
+        row_bound: for n = 1, ..., M the most rows that n teams of any one sequence and group hold, on the host, so that
+            decoding can make room without a synchronisation.
     """
 
     members: Tensor
@@ -34,7 +34,7 @@ class Teams:
     team_of_row: Tensor
     routing_keys: tuple[Tensor, ...]
     representative: Tensor
-    largest: list[int]
+    row_bound: list[int]
 
     @property
     def length(self) -> int:
@@ -47,8 +47,8 @@ class Teams:
         return self.sizes.shape[-1]
 
     def most_rows(self, teams: int) -> int:
-        """An upper bound on the rows in any ``teams`` teams of one sequence and group."""
-        return sum(self.largest[:teams])
+        """An upper bound, at most N, on the rows in any ``teams`` teams of one sequence and group."""
+        return self.row_bound[min(teams, len(self.row_bound)) - 1] if teams > 0 else 0
 
     def bytes(self) -> int:
         """Memory of the records beside the cache, in bytes."""
@@ -65,7 +65,7 @@ class Teams:
             *(pick(t) for t in (self.members, self.starts, self.sizes, self.count, self.team_of_row)),
             tuple(pick(part) for part in self.routing_keys),
             pick(self.representative),
-            self.largest,
+            self.row_bound,
         )
 
 
@@ -127,6 +127,8 @@ def assign_teams(points: Tensor, parents: Tensor, representatives: int) -> tuple
     rows = points.shape[1]
     own_mean = groups.mean(points)[groups.slot.clamp_max(max(groups.slots - 1, 0))]
     from_mean = _squared_distance(points, own_mean)
+    # two rows are equally far from their mean; rounding must not break that tie
+    from_mean = from_mean.masked_fill(groups.sizes[groups.slot] == 2, 0.0)
     picked = groups.first_extreme(from_mean, groups.member, largest=False)
     chosen = torch.zeros_like(groups.member)
     choice = torch.where(groups.member, 0, -1)
@@ -210,7 +212,7 @@ def _records(team: Tensor, count: Tensor) -> Teams:
     sizes = sizes[..., :teams]
     order = torch.argsort(torch.where(team >= 0, team, teams), dim=-1, stable=True)
     covered = torch.arange(length, device=team.device) < sizes.sum(-1, keepdim=True)
-    largest = sizes.sort(-1, descending=True).values.flatten(0, 1).amax(0).tolist()
+    row_bound = sizes.sort(-1, descending=True).values.cumsum(-1).flatten(0, 1).amax(0).tolist()
     return Teams(
         members=torch.where(covered, order, -1).int(),
         starts=(sizes.cumsum(-1) - sizes).int(),
@@ -219,7 +221,7 @@ def _records(team: Tensor, count: Tensor) -> Teams:
         team_of_row=team.int(),
         routing_keys=(),
         representative=torch.full((batch, groups, teams), -1, dtype=torch.int32, device=team.device),
-        largest=largest,
+        row_bound=row_bound,
     )
 
 
@@ -235,10 +237,10 @@ def join_teams(first: Teams, second: Teams) -> Teams:
     place = torch.arange(second.teams, device=new.device) + first.count.long()[..., None]
     place = torch.where(second.sizes > 0, place, joined.teams)
 
-    def merge(a: Tensor, b: Tensor) -> Tensor:
-        out = torch.nn.functional.pad(a, (0, 0, 0, joined.teams + 1 - a.shape[2]))
+    def merge(a: Tensor, b: Tensor, unused: int = 0) -> Tensor:
+        out = torch.nn.functional.pad(a, (0, 0, 0, joined.teams + 1 - a.shape[2]), value=unused)
         return out.scatter_(2, place[..., None].expand_as(b), b)[:, :, :-1]
 
     joined.routing_keys = tuple(merge(a, b) for a, b in zip(first.routing_keys, second.routing_keys, strict=True))
-    joined.representative = merge(first.representative[..., None], second.representative[..., None])[..., 0]
+    joined.representative = merge(first.representative[..., None], second.representative[..., None], -1)[..., 0]
     return joined

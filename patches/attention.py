@@ -70,6 +70,7 @@ class PatchedLayer:
         teams = cache.grouped.teams
         assert teams is not None
         if self.layer == 0 and teams.teams <= config.teams_per_head:
+            call.full = True
             self.controller.full_calls += 1
         attend = triton_attention(config.backend, parts, rows, teams) or sampled_attention
         return attend(parts, rows, teams, suffix, draw, teams_per_head=config.teams_per_head, **options)

@@ -54,6 +54,7 @@ class TeamLayer(DynamicLayer):
     Attributes:
         grouped: team records and spans.
         waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
+        prefilling: whether the last call on it was a prefill, which a further call of several tokens continues.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
     """
 
@@ -62,6 +63,7 @@ class TeamLayer(DynamicLayer):
         self.grouped = Grouped()
         self.waiting: tuple[int, int] | None = None
         self.before_replay: BeforeReplay | None = None
+        self.prefilling = False
         self.noise_key: Tensor | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
 
@@ -77,14 +79,16 @@ class TeamLayer(DynamicLayer):
         return team_layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append rows in place and return all of them."""
+        """Append rows in place and return all of them; where gradients are recorded, by concatenation."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         stop = start + key_states.shape[-2]
         buffers = self._room(stop, key_states, value_states)
         for buffer, new in zip(buffers, (key_states, value_states), strict=True):
-            buffer[..., start:stop, :] = new
+            _write(buffer, start, new)
         self.keys, self.values = (buffer[..., :stop, :] for buffer in buffers)
         return self.keys, self.values
 
@@ -102,7 +106,7 @@ class TeamLayer(DynamicLayer):
         for old, new in ((self.keys, key_states), (self.values, value_states)):
             buffer = new.new_empty(*new.shape[:-2], room, new.shape[-1])
             if length:
-                buffer[..., :length, :] = old
+                _write(buffer, 0, old)
             fresh.append(buffer)
         self._buffers = (fresh[0], fresh[1])
         return self._buffers
@@ -126,8 +130,8 @@ class TeamLayer(DynamicLayer):
         if undo is None:
             return
         stop = self.get_seq_length()
-        self.keys[..., stop - 1 : stop, :] = undo.keys
-        self.values[..., stop - 1 : stop, :] = undo.values
+        _write(self.keys, stop - 1, undo.keys)
+        _write(self.values, stop - 1, undo.values)
         self.grouped, self.waiting, self.before_replay = undo.grouped, (undo.start, stop), None
 
     def regroup(self) -> None:
@@ -139,7 +143,7 @@ class TeamLayer(DynamicLayer):
         """Remove rows from the end; below the grouped rows the teams go too, and what is left waits to be grouped."""
         before = self.get_seq_length()
         super().crop(tokens_to_remove)
-        self.before_replay = None  # a crop means that what follows is no further chunk of a prefill
+        self.before_replay, self.prefilling = None, False  # what follows a crop is no further chunk of a prefill
         length = self.get_seq_length()
         if length == before:
             return
@@ -155,6 +159,7 @@ class TeamLayer(DynamicLayer):
         self.is_initialized = False
         self._buffers = None
         self.grouped, self.waiting, self.before_replay, self.noise_key = Grouped(), None, None, None
+        self.prefilling = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -192,6 +197,12 @@ class TeamLayer(DynamicLayer):
         raise NotImplementedError("latent_santa keeps a cache on its device: offloaded caches are not supported")
 
 
+@torch.inference_mode()
+def _write(buffer: Tensor, start: int, new: Tensor) -> None:
+    """Write rows into a buffer, which may have been made in inference mode and is then read-only outside it."""
+    buffer[..., start : start + new.shape[-2], :] = new
+
+
 def adopt_cache(cache: Any) -> None:
     """Turn every layer of a dynamic cache into a :class:`TeamLayer`, in place.
 
@@ -204,12 +215,11 @@ def adopt_cache(cache: Any) -> None:
     if cache.offloading:
         raise NotImplementedError(f"got an offloaded {type(cache).__name__}; {supported}")
     for place, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[place] = TeamLayer.adopt(layer)
-        elif not isinstance(layer, TeamLayer):
+        if type(layer) is not DynamicLayer and not isinstance(layer, TeamLayer):
             raise NotImplementedError(
                 f"got a {type(cache).__name__} whose layer {place} is a {type(layer).__name__}; {supported}, so pass no "
                 "cache_implementation and no cache of another kind"
             )
+    cache.layers[:] = [layer if isinstance(layer, TeamLayer) else TeamLayer.adopt(layer) for layer in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = TeamLayer

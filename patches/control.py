@@ -33,12 +33,14 @@ class Call:
         layers: the cache's layers.
         visible: ``(B, L)`` bool over all rows including this call's, or None when all are real.
         step: ``(B,)`` int64, rows that each sequence sees at its last token.
+        full: whether it was sparse and K covered every team, which is dense attention.
     """
 
     kind: str
     layers: Sequence[TeamLayer] = ()
     visible: Tensor | None = None
     step: Tensor | None = None
+    full: bool = False
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     @property
@@ -115,8 +117,6 @@ class Controller:
         self._begin(self._classify(cache, tokens, kwargs.get("attention_mask")))
         if self.call.kind == "decode":
             group_waiting(self.call.layers, self.adapters, self.call.visible, self.config)
-            for layer in self.call.layers:
-                layer.before_replay = None
         return (), kwargs
 
     def _begin(self, call: Call) -> None:
@@ -141,19 +141,32 @@ class Controller:
             kind = "prefill"
             for adapter in self.adapters:
                 adapter.forget_weights()
-        elif layers[0].before_replay is not None and new > 1:
+        elif layers[0].prefilling and new > 1:
             kind = "prefill"
             for layer in layers:
                 layer.continue_prefill()
+            if self.call.kind == "replay" and self.call.layers is layers:
+                self._withdraw_replay()
         elif new == 1:
             kind = "dense" if self.config.method == "dense" else "decode"
         else:
             kind = "prefill" if new >= self.config.parent_size else "verify"
-        if kind == "prefill":
-            for layer in layers:
+        for layer in layers:
+            layer.prefilling = kind == "prefill"
+            if layer.prefilling:
                 start = layer.waiting[0] if layer.waiting is not None else held
                 layer.waiting = (start, held + new)
+            else:
+                layer.before_replay = None
         return Call(kind, layers, visible, step)
+
+    def _withdraw_replay(self) -> None:
+        """Take the replay just made out of every count: the prefill went on, so it was no decoding call."""
+        self.access.drop_last_call()
+        self.calls["replay"] -= 1
+        self.full_calls -= self.call.full
+        for errors in self.shadow_log.values() if self.shadow else ():
+            errors.pop()
 
     @staticmethod
     def _visible(mask: Any, batch: int, length: int) -> Tensor | None:
@@ -180,6 +193,12 @@ class Controller:
             )
         for layer in layers:
             layer.noise_key = noise_keys(self.config.seed, keys, device)
+
+    def prepare(self, cache: Any, mask: Tensor | None) -> None:
+        """Group the rows of a filled cache that wait for it."""
+        adopt_cache(cache)
+        batch, length = cache.layers[0].keys.shape[0], cache.get_seq_length()
+        group_waiting(cache.layers, self.adapters, self._visible(mask, batch, length), self.config)
 
     def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the base model: after a prefill, group its rows and replay its last token."""

@@ -66,14 +66,16 @@ def _is_attention(module: nn.Module) -> bool:
 def _adapter(name: str, module: Any) -> Adapter:
     """The adapter of one attention module, or the reason why it cannot have one."""
     kind = type(module).__name__
+    # some classes read the window from their configuration when they are called
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     scope = vars(sys.modules[type(module).__module__])
     reason = None
     if "ALL_ATTENTION_FUNCTIONS" not in scope:
         reason = "does not go through transformers' attention interface"
     elif getattr(module, "indexer", None) is not None or any(hasattr(module, part) for part in ("index_topk", "skip_topk")):
         reason = "selects rows with an indexer of its own"
-    elif getattr(module, "sliding_window", None) is not None:
-        reason = f"attends through a sliding window of {module.sliding_window} rows"
+    elif window is not None:
+        reason = f"attends through a sliding window of {window} rows"
     elif getattr(module, "sinks", None) is not None:
         reason = "has attention sinks, which are no cache rows"
     elif getattr(module, "attn_logit_softcapping", None) is not None:

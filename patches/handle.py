@@ -162,6 +162,11 @@ class SantaHandle:
         return self._controller.calls.get("decode", 0) + self._controller.calls.get("replay", 0)
 
     @property
+    def full_calls(self) -> int:
+        """Sparse calls in which K covered every team of every sequence, which are dense attention."""
+        return self._controller.full_calls
+
+    @property
     def dense_calls(self) -> int:
         """Decoding calls that attended densely: method "dense", verification of drafts, or no cache."""
         calls = self._controller.calls
@@ -190,6 +195,15 @@ class SantaHandle:
             return torch.empty(0, 0, 0)
         return torch.stack([torch.stack(log[layer]).cpu() for layer in sorted(log)])
 
+    def prepare(self, cache: Any, attention_mask: torch.Tensor | None = None) -> None:
+        """Group a filled cache's rows now, instead of at its next sparse call.
+
+        Args:
+            cache: a dynamic cache, filled by this model, patched or not.
+            attention_mask: ``(B, N)`` padding mask of its rows, or None when all are real.
+        """
+        self._controller.prepare(cache, attention_mask)
+
     def reset(self) -> None:
         """Forget the ledger, call counts and shadow errors."""
         self.access.reset()
@@ -208,7 +222,7 @@ class SantaHandle:
         )
         console.print(
             f"calls: {self.prefill_calls} prefill, {self.sparse_calls} sparse ({calls.get('replay', 0)} replays, "
-            f"{self._controller.full_calls} with every team selected), {self.dense_calls} dense"
+            f"{self.full_calls} with every team selected), {self.dense_calls} dense"
         )
         equation = "Equation 14" if self.layout == "mla" else "Equation 13"
         table = Table(title=f"rows read by decoding calls ({equation}); logical access, not time")

@@ -49,7 +49,9 @@ def family(data: str, tiny: bool) -> Family:
         return "tiny" if tiny else "builtin"
     if data == "hub" or data.startswith("jsonl:"):
         if tiny:
-            raise EvalError(f"--model builtin:tiny understands its own prompts only; --data must be builtin, not {data}")
+            raise EvalError(
+                f"--model builtin:tiny understands its own prompts only; --data must be builtin, not {data}"
+            )
         return "official"
     raise EvalError(f"unknown --data {data!r}; choose builtin, hub or jsonl:DIR")
 
@@ -75,16 +77,21 @@ def load_rows(
 def _tiny(request: Request, renderer: Renderer, advance: Callable[[str], None]) -> Loaded:
     from latent_santa.eval.tiny import source
 
+    known = {"prose": "grammar", "pydoc": "topics"}
+    if request.haystack not in known:
+        raise EvalError(f"--haystack {request.haystack}: the tiny model knows {' and '.join(known)} only")
     rows = []
     for task in request.tasks:
         try:
-            made = source.rows(task, request.n, request.length, renderer.tokenizer, request.seed)
+            made = source.rows(
+                task, request.n, request.length, renderer.tokenizer, request.seed, haystack=known[request.haystack]
+            )
         except ValueError as error:
             raise EvalError(str(error)) from error
         for row in made:
             rows.append(row)
             advance(task)
-    return Loaded(rows, {"data": "builtin:tiny"})
+    return Loaded(rows, {"data": "builtin:tiny", "haystack": request.haystack})
 
 
 def choose(available: int, n: int, task: str, seed: int, select: str) -> list[int]:

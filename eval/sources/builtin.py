@@ -84,7 +84,9 @@ def sample(task: str, number: int, length: int, count: Count, seed: int, haystac
                 max_new_tokens=new_tokens,
                 source="builtin",
             )
-    raise EvalError(f"{task}/{number:06d}: the haystack {haystack.name!r} holds the answers of {_ATTEMPTS} draws in a row")
+    raise EvalError(
+        f"{task}/{number:06d}: the haystack {haystack.name!r} holds the answers of {_ATTEMPTS} draws in a row"
+    )
 
 
 def rows(task: str, n: int, length: int, count: Count, seed: int, haystack: Haystack) -> Iterator[Row]:

@@ -82,7 +82,9 @@ def frequent_words(task: str, length: int, seed: str) -> Draft:
     vocabulary = max(8, (length - 50) // 50)
     coded = words.unique(rng, vocabulary - 1, words.coded_word)
     top = coded[:3]
-    intro = "Below is a text of code words and dots. The dots mean nothing. Count how often each code word stands in it."
+    intro = (
+        "Below is a text of code words and dots. The dots mean nothing. Count how often each code word stands in it."
+    )
     question = "Which three code words stand in the text most often?"
 
     def build(k: int) -> str:

@@ -20,8 +20,8 @@ def resolve_revision(revision: str, offline: bool) -> str:
         sha = HfApi().dataset_info(REPOSITORY, revision=revision).sha
     except Exception as error:  # the client raises many kinds, from no network to an unknown revision
         raise EvalError(
-            f"--data hub: cannot look up {REPOSITORY} at revision {revision!r} ({error}); with the data in the cache use "
-            "--offline, without a network use --data builtin or jsonl:DIR"
+            f"--data hub: cannot look up {REPOSITORY} at revision {revision!r} ({error}); with the data in the cache "
+            "use --offline, without a network use --data builtin or jsonl:DIR"
         ) from error
     return sha or revision
 
@@ -30,8 +30,8 @@ def load(length: int, revision: str) -> list[dict[str, Any]]:
     """All records of one length, in their order. Raises EvalError for a length the data set lacks."""
     if length not in LENGTHS:
         raise EvalError(
-            f"--data hub: {REPOSITORY} has the lengths {', '.join(map(str, LENGTHS))}, not {length}; make the data with "
-            "RULER and use --data jsonl:DIR"
+            f"--data hub: {REPOSITORY} has the lengths {', '.join(map(str, LENGTHS))}, not {length}; make the data "
+            "with RULER and use --data jsonl:DIR"
         )
     try:
         from datasets import load_dataset

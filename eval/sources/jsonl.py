@@ -23,7 +23,9 @@ def find(directory: Path, task: str, length: int) -> Path:
         found = sorted(directory.glob(f"{pattern}/{FILE}"))
         if len(found) > 1:
             listed = ", ".join(str(path) for path in found)
-            raise EvalError(f"--data jsonl:{directory}: several files for {task} at length {length}: {listed}; name one")
+            raise EvalError(
+                f"--data jsonl:{directory}: several files for {task} at length {length}: {listed}; name one"
+            )
         if found:
             return found[0]
     raise EvalError(

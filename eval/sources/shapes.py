@@ -33,7 +33,9 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
             prefix = " " + str(record["answer_prefix"]).strip()
             cap = int(record.get("max_new_tokens") or cap)
             if cap != OFFICIAL[task].max_new_tokens:
-                warnings.append(f"{task}: the data cap answers at {cap} tokens, RULER at {OFFICIAL[task].max_new_tokens}")
+                warnings.append(
+                    f"{task}: the data cap answers at {cap} tokens, RULER at {OFFICIAL[task].max_new_tokens}"
+                )
         else:
             text, references = str(record["input"]), _texts(record["outputs"])
             prefix = str(record.get("answer_prefix") or "")
@@ -44,14 +46,15 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
                 )
     except KeyError as error:
         raise EvalError(
-            f"{source}: record {number} of {task} lacks the field {error.args[0]!r}; it has {', '.join(sorted(record))}. "
-            "Known are RULER's files (input, outputs, answer_prefix) and kvpress's (context, question, answer_prefix, answer)"
+            f"{source}: record {number} of {task} lacks the field {error.args[0]!r}; it has "
+            f"{', '.join(sorted(record))}. Known are RULER's files (input, outputs, answer_prefix) and kvpress's "
+            "(context, question, answer_prefix, answer)"
         ) from error
     mark = next((mark for mark in _TEMPLATE_MARKS if mark in text), None)
     if mark:
         warnings.append(
-            f"{task}: the input holds {mark!r}, so the data were made with a chat template in them; they should be made "
-            "with the base template, or be run with --no-chat-template"
+            f"{task}: the input holds {mark!r}, so the data were made with a chat template in them; they should be "
+            "made with the base template, or be run with --no-chat-template"
         )
     row = make_row(
         task,

@@ -45,6 +45,7 @@ BUILTIN: dict[str, Task] = {name: task for name, task in OFFICIAL.items() if not
 }
 
 TINY = ("single", "multikey", "multivalue", "multiquery", "vt", "fwe", "facts")
+TINY_HARD = tuple(f"{name}_hard" for name in TINY)
 
 SINGLE_NEEDLES = frozenset({"niah_single_1", "niah_single_2", "niah_single_3", "single"})
 
@@ -68,18 +69,20 @@ _GROUPS = {"mla3": ("niah_multivalue", "fwe", "qa_1")}
 def resolve_tasks(spec: str, family: Family) -> tuple[str, ...]:
     """Task names for `all`, `mla3` or a comma-separated list; an official name stands for its analogue.
 
+    The tiny model has harder variants as well, `hard` for all of them; `all` is the plain ones.
     Raises EvalError for an unknown, empty or repeated name, listing the names of the family.
     """
-    known = _NAMES[family]
+    groups = _GROUPS | {"all": _NAMES[family]} | ({"hard": TINY_HARD} if family == "tiny" else {})
+    known = _NAMES[family] + groups.get("hard", ())
     wanted: list[str] = []
     for word in (part.strip() for part in spec.split(",")):
-        wanted += known if word == "all" else _GROUPS.get(word, (word,))
+        wanted += groups.get(word, (word,))
     names = tuple(_ALIASES[family].get(name, name) for name in wanted)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise EvalError(
             f"unknown task {', '.join(map(repr, unknown))} for {family} prompts; "
-            f"choose from {', '.join(known)}, or the groups all and mla3"
+            f"choose from {', '.join(known)}, or the groups {', '.join(groups)}"
         )
     if len(set(names)) != len(names):
         raise EvalError(f"a task is named twice in {spec!r}")

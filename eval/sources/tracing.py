@@ -54,7 +54,9 @@ def draft(task: str, length: int, seed: str) -> Draft:
         while other == value:
             other = words.number(rng, 5)
         text = _weave(rng, _chain(other, short), list(NOISE))
-        example = f"Here is an example.\n{text}\n{_question(other)}{_answer(other)} {', '.join(short)}.\nNow the task.\n"
+        example = (
+            f"Here is an example.\n{text}\n{_question(other)}{_answer(other)} {', '.join(short)}.\nNow the task.\n"
+        )
 
     def build(k: int) -> str:
         woven = _weave(random.Random(f"{seed}/slots"), notes, list(islice(noise(), k)))

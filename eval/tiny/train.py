@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .data import Batch, BatchMaker, Feed
 from .encoder import PAD, PieceEncoder
-from .evaluate import exact, prompts
+from .evaluate import Prompt, exact, prompts
 from .load import MODEL_DIRECTORY
 from .network import SMALL, Network, Shape
 from .optimizer import MuonAdamW
@@ -87,6 +87,7 @@ class Trainer:
         self.step = 0
         self.elapsed = 0.0
         self.history: list[dict[str, Any]] = []
+        self._probes: dict[str, list[Prompt]] = {}
 
     @property
     def progress(self) -> float:
@@ -189,12 +190,14 @@ class Trainer:
         """Share of exactly right answers at 1K for every task, on `probe` prompts each."""
         from tokenizers import Tokenizer
 
-        encoder = PieceEncoder(Tokenizer.from_file(str(self.settings.tokenizer)))
+        if not self._probes:
+            encoder = PieceEncoder(Tokenizer.from_file(str(self.settings.tokenizer)))
+            self._probes = {t: prompts(t, self.settings.probe, 1024, encoder, seed=7) for t in TASKS + HARD_TASKS}
         compiled = self.network.before, self.network.after
         self.network.uncompiled()
         out = {}
-        for task in TASKS + HARD_TASKS:
-            right = exact(self.network, prompts(task, self.settings.probe, 1024, encoder, seed=7))
+        for task, items in self._probes.items():
+            right = exact(self.network, items)
             out[task] = round(sum(right) / len(right), 2)
         self.network.before, self.network.after = compiled
         return out

@@ -1,0 +1,60 @@
+"""The command line: one module a command, imported only when its name is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from latent_santa import __version__
+
+COMMANDS = {
+    "ruler": "accuracy against rows read over retrieval tasks, for dense attention and every setting",
+    "report": "rebuild the tables and pictures of a finished or interrupted run",
+    "paper": "which conditions of the paper's tables hold in a run",
+    "compare": "one prompt: answers, rows read, agreement and attention error of several settings beside dense",
+    "check": "self-check of a model: what is patched, K = M equals dense, unpatching restores",
+    "bench": "time and memory: decode (whole model), operator (one layer), capture (a real workload)",
+}
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser with the options of ``command``, or of none when it is not known."""
+    parser = argparse.ArgumentParser(
+        prog="latent-santa",
+        description="SANTA++ sampled attention for MLA and GQA models of transformers.",
+    )
+    parser.add_argument("--version", action="version", version=f"latent-santa {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, about in COMMANDS.items():
+        if name == command:
+            importlib.import_module(f"latent_santa.eval.commands.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=about)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0 when everything went well, 1 for a failed run or check, 2 for wrong options.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((argument for argument in arguments if argument in COMMANDS), None)
+    parser = build_parser(command)
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    from latent_santa.eval.errors import EvalError
+
+    try:
+        return int(args.run(args))
+    except EvalError as error:
+        print(f"latent-santa {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,167 @@
+"""``latent-santa compare``: one prompt, dense and every setting side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from latent_santa.eval.model_options import add_model_options, model_spec
+
+PLANTED = {True: "multivalue", False: "niah_multivalue"}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="one prompt: answers, rows read, agreement and attention error of several settings beside dense",
+        description=(
+            "Decode one prompt greedily with dense attention and with every combination of the given settings, and show "
+            "the answer, the rows read (routing, union and suffix; Equation 14 for MLA, 13 for GQA), how much of the dense "
+            "answer is reproduced before the first difference, and the mean relative attention error against dense on "
+            "the same cache. Reads are logical access, not time; the prefill is dense in every case."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_model_options(parser, default="builtin:tiny")
+    prompt = parser.add_argument_group("prompt")
+    prompt.add_argument("--prompt-file", type=Path, help="text of the user's turn; without it, facts planted in filler text")
+    prompt.add_argument("--length", type=int, default=2048, help="tokens of the planted prompt, answer room included")
+    prompt.add_argument("--prompt-number", type=int, default=0, help="which planted prompt")
+    prompt.add_argument("--no-chat-template", action="store_true", help="give the text to the model as it is")
+    prompt.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate")
+    method = parser.add_argument_group("method (Section 2, Appendix A)")
+    method.add_argument("--methods", default="dense,santa++", help="of dense, santa++, santa, centroid")
+    method.add_argument("--budgets", default="128,256,512", help="S, nominal budgets; K = S / (P / R) teams a head")
+    method.add_argument("--estimator", default="per_head,pooled", help="whose teams a head uses: its own, or the union's")
+    method.add_argument("--parents", default="kmeans", help="kmeans (Algorithm 3), contiguous (Algorithm 4), or both")
+    method.add_argument("--parent-size", type=int, default=16, help="P, nominal rows a parent")
+    method.add_argument("--representatives", type=int, default=4, help="R, most representatives a parent")
+    method.add_argument("--noise", default="independent", choices=("independent", "shared"), help="Gumbel draws of heads")
+    method.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
+    method.add_argument("--backend", default="auto", choices=("auto", "torch", "triton"), help="implementation")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the comparison and print its table."""
+    from rich.console import Console
+
+    import latent_santa
+    from latent_santa.eval.comparison import Outcome, run_condition
+    from latent_santa.eval.conditions import expand
+    from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.generation import make_greedy
+    from latent_santa.eval.models import context_limit, load, load_tokenizer
+    from latent_santa.eval.progress import Progress
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)  # a table in a log is not folded to 80 columns
+    spec = model_spec(args)
+    try:
+        budgets = [int(part) for part in args.budgets.split(",")]
+    except ValueError as error:
+        raise EvalError(f"--budgets {args.budgets}: give integers separated by commas") from error
+    methods = args.methods.split(",")
+    conditions = expand(
+        ["dense", *(m for m in methods if m != "dense")],
+        budgets,
+        args.estimator.split(","),
+        args.parents.split(","),
+        [(args.parent_size, args.representatives)],
+        [args.parent_size],
+    )
+    tokenizer = load_tokenizer(spec)
+    ids, references = _prompt(args, spec, tokenizer)
+    with console.status(f"loading {spec.name}") if console.is_terminal else _Silent():
+        model = load(spec, tokenizer).model
+    limit = context_limit(model.config)
+    if limit is not None and len(ids) + args.max_new_tokens > limit:
+        raise EvalError(
+            f"the prompt has {len(ids)} tokens and --max-new-tokens is {args.max_new_tokens}, but {spec.name} was made for "
+            f"{limit} positions: shorten the prompt"
+        )
+    make_greedy(model, tokenizer)
+    outcomes: list[Outcome] = []
+    with latent_santa.patch(model, seed=args.seed, noise=args.noise, backend=args.backend) as santa, Progress(console) as bar:
+        bar.stage("settings", len(conditions))
+        for condition in conditions:
+            dense = outcomes[0] if outcomes else None
+            outcomes.append(run_condition(santa, tokenizer, ids, condition, args.max_new_tokens, dense))
+            bar.step(condition.name)
+        bar.end_stage()
+        layout = santa.layout
+    _print(console, spec, outcomes, len(ids), references, layout)
+    if args.json:
+        record = {"model": spec.name, "prompt_tokens": len(ids), "outcomes": [o.as_dict() for o in outcomes]}
+        args.json.write_text(json.dumps(record, indent=1))
+    return 0
+
+
+def _prompt(args: argparse.Namespace, spec: Any, tokenizer: Any) -> tuple[list[int], tuple[str, ...]]:
+    """Token ids, and the answers that are looked for (none for a prompt of the user's own)."""
+    from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.render import Renderer
+    from latent_santa.eval.sources import Request, load_rows
+
+    renderer = Renderer(tokenizer, chat=not args.no_chat_template)
+    if args.prompt_file is not None:
+        try:
+            text = args.prompt_file.read_text()
+        except OSError as error:
+            raise EvalError(f"--prompt-file {args.prompt_file}: {error.strerror}") from error
+        return renderer.encode(text, ""), ()
+    request = Request("builtin", (PLANTED[spec.tiny],), args.prompt_number + 1, args.length)
+    row = load_rows(request, renderer, spec.tiny).rows[-1]
+    return renderer.encode(row.input, row.answer_prefix), row.references
+
+
+def _print(
+    console: Any, spec: Any, outcomes: list[Any], prompt_tokens: int, references: tuple[str, ...], layout: str
+) -> None:
+    from rich.table import Table
+
+    equation = "Equation 14" if layout == "mla" else "Equation 13"
+    table = Table(
+        title=f"{spec.name}, {prompt_tokens} prompt tokens. Reads of decoding in % of dense ({equation}), not time",
+        title_justify="left",
+    )
+    for name in ("setting", "S", "K", "routing", "union+suffix", "reads", "as dense", "attn error", "tokens/s"):
+        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
+    if references:
+        table.add_column("found", justify="right", no_wrap=True)
+    for o in outcomes:
+        cells = [
+            o.name + (" (all teams)" if o.full else ""),
+            "-" if o.budget is None else str(o.budget),
+            "-" if o.teams_per_head is None else str(o.teams_per_head),
+            *_reads(o.rows),
+            f"{o.agreement:.0f}%",
+            "-" if o.error is None else f"{o.error:.4f}",
+            f"{o.tokens_per_second:.1f}",
+        ]
+        if references:
+            cells.append(f"{sum(r.lower() in o.answer.lower() for r in references)}/{len(references)}")
+        table.add_row(*cells)
+    console.print(table)
+    for o in outcomes:
+        label = o.name if o.budget is None else f"{o.name}, S={o.budget}"
+        console.print(f"{label}: {o.answer.strip()!r}", markup=False, highlight=False)
+
+
+def _reads(rows: dict[str, Any]) -> list[str]:
+    """Routing, attention and all reads in percent of dense ones."""
+    if rows["percent"] is None:
+        return ["-"] * 3
+    parts = (rows["routing_read"], rows["row_read"], rows["numerator"])
+    return [f"{100 * part / rows['denominator']:.1f}" for part in parts]
+
+
+class _Silent:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...

@@ -1,0 +1,54 @@
+"""`latent-santa paper`: which conditions of the paper's tables a run meets, and which cannot be known."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "paper",
+        help="which conditions of the paper's tables hold in a run",
+        description="For each of the paper's RULER tables: its conditions, what a run did, and whether they agree. "
+        "Without a run, the conditions alone.",
+    )
+    parser.add_argument("directory", type=Path, nargs="?", help="directory of a run (its --out)")
+    parser.add_argument("--table", help="only this table: 4, 6, 11, 12 or 15-18")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the conditions; 0."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from latent_santa.eval import paper_tables
+    from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.store import Store
+
+    manifest = Store(args.directory).manifest() if args.directory else None
+    chosen = [table for table in paper_tables.TABLES if args.table in (None, table.number)]
+    if not chosen:
+        numbers = ", ".join(table.number for table in paper_tables.TABLES)
+        raise EvalError(f"--table {args.table}: choose from {numbers}")
+    console = Console()
+    for table in chosen:
+        found = paper_tables.checks(table, manifest)
+        shown = Table(title=f"Table {table.number}", title_justify="left")
+        for name in ("condition", "paper", "run", "verdict"):
+            shown.add_column(name)
+        for check in found:
+            shown.add_row(check.what, check.paper, check.run, check.verdict)
+        console.print(shown)
+        if manifest:
+            counts = {v: sum(c.verdict == v for c in found) for v in (paper_tables.HOLDS, paper_tables.MISSED)}
+            unknown = len(found) - sum(counts.values())
+            console.print(
+                f"{counts[paper_tables.HOLDS]} hold, {counts[paper_tables.MISSED]} do not, {unknown} cannot be known "
+                "from the paper\n",
+                highlight=False,
+            )
+    return 0

@@ -1,0 +1,30 @@
+"""`latent-santa report DIR`: rebuild every table and picture of a run from its files, without a model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "report",
+        help="rebuild the tables and pictures of a finished or interrupted run",
+        description="Rebuild summary.json, summary.csv, table.md and access_accuracy.png of a run. No model is loaded.",
+    )
+    parser.add_argument("directory", type=Path, help="directory of the run (its --out)")
+    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw access_accuracy.png")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rebuild and show; 1 if a prompt of the run failed or has no result yet."""
+    from latent_santa.eval.evaluate import show
+    from latent_santa.eval.report import write_reports
+    from latent_santa.eval.store import Store
+
+    summary, notes = write_reports(Store(args.directory), args.plot)
+    show(summary, args.directory, notes)
+    return int(any(row["done"] < row["prompts"] for row in summary["conditions"]))

@@ -1,0 +1,123 @@
+"""`latent-santa ruler`: accuracy against rows read, on official or builtin prompts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from latent_santa.eval.errors import EvalError
+
+# What the options mean when they are not given. The tiny model's are a first look of about three minutes on two cores.
+DEFAULTS = {"length": 8192, "tasks": "mla3", "n": 50, "budgets": "128,256,512,1024"}
+TINY_DEFAULTS = {"length": 2048, "tasks": "multivalue,fwe,facts,vt", "n": 4, "budgets": "32,128,512"}
+
+
+def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def parse(text: str) -> list[Any]:
+        return [kind(part.strip()) for part in text.split(",") if part.strip()]
+
+    parse.__name__ = f"list of {kind.__name__}"
+    return parse
+
+
+def _team(text: str) -> tuple[int, int]:
+    size, _, representatives = text.partition("/")
+    return int(size), int(representatives)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "ruler",
+        help="accuracy against rows read over retrieval tasks, for dense attention and every setting",
+        description="Accuracy against rows read, over RULER's tasks or this project's analogues, for dense attention "
+        "and every asked setting of sampled attention, on the same frozen prompts.",
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="ID_OR_PATH",
+        help="hub id, directory, or builtin:tiny (included, runs on a CPU)",
+    )
+    add("--revision", help="revision of the model on the hub")
+    add("--data", default="builtin", help="builtin (offline, not RULER scores), hub, or jsonl:DIR (RULER's own files)")
+    add("--hub-revision", default="main", help="revision of the hub's data; its commit is recorded (default: main)")
+    add("--haystack", default="prose", help="filler of builtin prompts: prose, pydoc or file:PATH")
+    add("--length", type=int, help="tokens of prompt and answer together (8192; builtin:tiny 2048)")
+    add("--tasks", help="all, mla3 (niah_multivalue, fwe, qa_1) or a list (mla3; builtin:tiny four of its tasks)")
+    add("--n", type=int, help="prompts a task (50; builtin:tiny 4)")
+    add("--select", default="sample", choices=("sample", "first"), help="which records of official data")
+    add("--methods", type=_list(str), default=["dense", "santa++"], help="dense,santa,santa++,centroid (dense,santa++)")
+    add("--budgets", help="nominal budgets S (128,256,512,1024; builtin:tiny 32,128,512)")
+    add("--estimators", type=_list(str), default=["per_head", "pooled"], help="per_head,pooled (both)")
+    add("--parents", type=_list(str), default=["kmeans"], help="kmeans,contiguous (kmeans)")
+    add("--parent-size", type=int, default=16, help="P (16)")
+    add("--representatives", type=int, default=4, help="R (4)")
+    add("--teams", type=_list(_team), help="several P/R at once, as 16/4,16/1; instead of the two options above")
+    add("--centroid-sizes", type=_list(int), default=[16], help="B of the centroid method (16)")
+    add("--noise", default="independent", choices=("independent", "shared"), help="draws of the heads that share rows")
+    add("--backend", default="auto", choices=("auto", "torch", "triton"), help="operators of the sampled attention")
+    add("--kmeans-engine", default="auto", choices=("auto", "sklearn", "torch"), help="k-means of the parents")
+    add("--answer-prefix", default="assistant", choices=("assistant", "user", "none"), help="where the prefix goes")
+    add(
+        "--chat-template",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the tokenizer's, if it has one",
+    )
+    add("--context-limit", type=int, help="positions the model takes, if its configuration says less than it can do")
+    add("--seed", type=int, default=0, help="base seed of the sampling noise (0)")
+    add("--kmeans-seed", type=int, default=0, help="seed of k-means (0)")
+    add("--data-seed", type=int, default=42, help="seed of prompts and of their selection (42)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--quant", default="none", choices=("none", "int8"), help="LLM.int8 weights, except kv_b_proj and lm_head")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto)")
+    add("--device-map", help="auto: one model over several GPUs")
+    add("--out", type=Path, help="directory of the run (out/ruler-MODEL-TIME)")
+    add("--resume", action="store_true", help="go on with the run in --out, if there is one")
+    add("--dry-run", action="store_true", help="build the prompts and show their lengths; only the tokenizer is loaded")
+    add("--offline", action="store_true", help="never use the network")
+    add("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw access_accuracy.png")
+    add("--floor", type=float, default=50.0, help="stop if dense scores less on single needles (50; 0: never)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run or resume an evaluation; 0 when every prompt has a result, 1 when some failed."""
+    if args.offline:
+        # Read by the hub's libraries when they are imported.
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    from latent_santa.eval.evaluate import Evaluation, dry_run
+
+    evaluation = Evaluation.prepare(fill_defaults(args))
+    return dry_run(evaluation) if args.dry_run else evaluation.run()
+
+
+def fill_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """Options that depend on the model, and lists as lists. Raises EvalError for numbers that make no sense."""
+    filled = argparse.Namespace(**vars(args))
+    quick = []
+    for name, value in (TINY_DEFAULTS if args.model == "builtin:tiny" else DEFAULTS).items():
+        if getattr(filled, name) is None:
+            setattr(filled, name, value)
+            quick.append(f"--{name} {value}")
+    filled.quick = quick if args.model == "builtin:tiny" else []
+    try:
+        filled.budgets = _list(int)(filled.budgets)
+    except ValueError as error:
+        raise EvalError(f"--budgets {filled.budgets}: give numbers such as 128,256") from error
+    filled.teams = filled.teams or [(filled.parent_size, filled.representatives)]
+    for name in ("length", "n"):
+        if getattr(filled, name) < 1:
+            raise EvalError(f"--{name} must be at least 1, got {getattr(filled, name)}")
+    if not filled.methods or ("dense" != filled.methods[0] and not filled.budgets):
+        raise EvalError("--methods and --budgets must name at least one each")
+    if filled.out is None:
+        stem = filled.model.rstrip("/").rpartition("/")[2].replace(":", "-")
+        filled.out = Path("out") / f"ruler-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return filled

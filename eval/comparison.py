@@ -1,0 +1,112 @@
+"""Dense and sampled decoding of one prompt side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from latent_santa.eval.conditions import Condition
+
+
+@dataclass
+class Outcome:
+    """What one condition did with the prompt.
+
+    Attributes:
+        answer: newly generated text.
+        tokens: new token ids.
+        rows: the ledger's totals, in rows and percent.
+        agreement: share of leading tokens equal to dense ones, in percent of the longer answer.
+        error: mean relative attention error against dense on the same cache (shadow mode); None for dense.
+        full: whether every sparse call selected every team, which is dense attention.
+        seconds: of a generation without shadow mode.
+        peak_bytes: GPU memory at its highest in that generation; None on a CPU.
+    """
+
+    name: str
+    budget: int | None
+    teams_per_head: int | None
+    answer: str
+    tokens: list[int]
+    rows: dict[str, Any]
+    agreement: float
+    error: float | None
+    full: bool
+    seconds: float
+    peak_bytes: int | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+
+
+def agreement(tokens: Sequence[int], dense: Sequence[int]) -> float:
+    """Length of the common beginning of two answers, in percent of the longer one."""
+    same = 0
+    for ours, theirs in zip(tokens, dense, strict=False):
+        if ours != theirs:
+            break
+        same += 1
+    return 100.0 * same / max(len(tokens), len(dense), 1)
+
+
+@torch.inference_mode()
+def run_condition(
+    santa: Any, tokenizer: Any, ids: list[int], condition: Condition, max_new_tokens: int, dense: Outcome | None
+) -> Outcome:
+    """Generate greedily under one condition: once for time, and once in shadow mode for the attention error.
+
+    The two runs draw the same noise, so they give the same answer.
+
+    Args:
+        santa: handle of the patched model.
+        ids: token ids of the prompt.
+        dense: the dense outcome to compare with, None for the dense run itself.
+    """
+    model = santa.model
+    device = model.get_input_embeddings().weight.device
+    prompt = torch.tensor([ids], device=device)
+    config = santa.configure(**condition.overrides())
+
+    def generate() -> list[int]:
+        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens)
+        return output[0, len(ids) :].tolist()
+
+    santa.reset()
+    santa.shadow = False
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    tokens = generate()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    rows = santa.access.as_dict()["totals"]
+    full = santa.sparse_calls > 0 and santa.full_calls == santa.sparse_calls
+    error = None
+    if condition.method != "dense":
+        santa.shadow = True
+        generate()
+        santa.shadow = False
+        error = santa.shadow_errors().mean().item()
+    return Outcome(
+        name=condition.name,
+        budget=condition.budget,
+        teams_per_head=None if condition.method == "dense" else config.teams_per_head,
+        answer=tokenizer.decode(tokens, skip_special_tokens=True),
+        tokens=tokens,
+        rows=rows,
+        agreement=100.0 if dense is None else agreement(tokens, dense.tokens),
+        error=error,
+        full=full,
+        seconds=seconds,
+        peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    )

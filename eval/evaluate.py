@@ -1,0 +1,247 @@
+"""One evaluation from options to tables: check, freeze or resume, load, run, merge, report."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from latent_santa.eval import freeze, models, report, tables
+from latent_santa.eval.conditions import Condition, expand
+from latent_santa.eval.errors import EvalError
+from latent_santa.eval.paper_tables import MEAN
+from latent_santa.eval.processes import join
+from latent_santa.eval.progress import Progress
+from latent_santa.eval.render import Renderer
+from latent_santa.eval.runner import Runner
+from latent_santa.eval.sources import Request, family
+from latent_santa.eval.sources.tasks import resolve_tasks
+from latent_santa.eval.store import Prompt, Store
+
+
+@dataclass
+class Evaluation:
+    """A checked plan: nothing slow has happened yet, and nothing was written."""
+
+    args: argparse.Namespace
+    spec: models.ModelSpec
+    tokenizer: Any
+    renderer: Renderer
+    request: Request
+    conditions: tuple[Condition, ...]
+    limit: int | None
+    settings: dict[str, Any]
+    console: Console
+
+    @classmethod
+    def prepare(cls, args: argparse.Namespace, console: Console | None = None) -> Evaluation:
+        """Check all options, loading no more than configuration and tokenizer. Raises EvalError."""
+        spec = models.ModelSpec(
+            args.model, args.revision, args.dtype, args.quant, args.device, args.device_map, args.offline
+        )
+        tasks = resolve_tasks(args.tasks, family(args.data, spec.tiny))
+        conditions = expand(args.methods, args.budgets, args.estimators, args.parents, args.teams, args.centroid_sizes)
+        if not args.dry_run:
+            spec.check()
+        config = models.load_config(spec)
+        tokenizer = models.load_tokenizer(spec)
+        renderer = Renderer(tokenizer, args.answer_prefix, args.chat_template)
+        limit = args.context_limit or models.context_limit(config)
+        if limit is not None and args.length > limit:
+            raise EvalError(
+                f"--length {args.length} exceeds the model's limit of {limit} positions; use a shorter length, or "
+                "--context-limit if the model is known to take more"
+            )
+        request = Request(
+            args.data,
+            tasks,
+            args.n,
+            args.length,
+            args.data_seed,
+            args.select,
+            args.haystack,
+            args.hub_revision,
+            args.offline,
+        )
+        settings = {
+            "model": spec.name,
+            "revision": spec.revision,
+            "weights": models.identity(spec, config),
+            "dtype": spec.resolved_dtype(),
+            "quant": spec.quant,
+            "device": spec.resolved_device().partition(":")[0],
+            "device_map": spec.device_map,
+            "data": args.data,
+            "hub_revision": args.hub_revision if args.data == "hub" else None,
+            "haystack": args.haystack if args.data == "builtin" else None,
+            "tasks": list(tasks),
+            "n": args.n,
+            "length": args.length,
+            "select": args.select,
+            "data_seed": args.data_seed,
+            "seed": args.seed,
+            "kmeans_seed": args.kmeans_seed,
+            "kmeans_engine": args.kmeans_engine,
+            "noise": args.noise,
+            "backend": args.backend,
+            "first_token": "replay",
+            "context_limit": limit,
+            **renderer.fingerprint(),
+        }
+        console = console or Console(stderr=True)
+        return cls(args, spec, tokenizer, renderer, request, conditions, limit, settings, console)
+
+    def prompts(self, quiet: bool = False) -> tuple[list[Prompt], dict[str, Any], list[str]]:
+        """Build the prompts, with progress."""
+        with Progress(self.console, quiet) as progress:
+            progress.stage("building prompts", len(self.request.tasks) * self.request.n)
+            made = freeze.make_prompts(self.request, self.renderer, self.spec.tiny, self.limit, progress.step)
+            progress.end_stage()
+        return made
+
+    def _check_directory(self, store: Store) -> None:
+        """Raises EvalError if the directory holds a run that cannot be gone on with."""
+        if not store.frozen:
+            return
+        if not self.args.resume:
+            raise EvalError(f"{store.directory} holds a run: --resume goes on with it, another --out starts a new one")
+        for note in freeze.check_resume(store, self.settings, self.conditions):
+            self.console.print(f"note: {note}", markup=False, highlight=False)
+
+    def run(self) -> int:
+        """Freeze or resume, generate what is missing, write and show the tables.
+
+        Returns 0, or 1 if a prompt failed in this or an earlier part of the run.
+        """
+        processes = join()
+        store = Store(Path(processes.share(str(self.args.out))), processes.rank, processes.world)
+        if processes.world > 1 and self.args.device_map:
+            raise EvalError("--device-map spreads one model over all GPUs; start it as one process, without a launcher")
+        if processes.first:
+            self._check_directory(store)
+            if store.frozen:
+                freeze.extend(store, self.conditions)
+            else:
+                prompts, origin, warnings = self.prompts()
+                freeze.new_run(store, self.settings, self.conditions, prompts, origin, warnings)
+            for condition in self.conditions:
+                store.merge(condition.slug)
+            self._announce(store)
+        processes.wait()
+        if not processes.first:
+            self._check_frozen(store)
+        with Progress(self.console, quiet=not processes.first) as progress:
+            self._generate(store, progress, processes)
+        processes.wait()
+        code = 0
+        if processes.first:
+            for condition in self.conditions:
+                store.merge(condition.slug)
+            summary, notes = report.write_reports(store, self.args.plot)
+            show(summary, store.directory, notes)
+            code = 1 if any(row["failed"] for row in summary["conditions"]) else 0
+        processes.close()
+        return code
+
+    def _check_frozen(self, store: Store) -> None:
+        freeze.check_resume(store, self.settings, self.conditions)
+
+    def _announce(self, store: Store) -> None:
+        say = self.console.print
+        if self.args.quick:
+            say(
+                f"A quick first look with {' '.join(self.args.quick)}: few prompts, so wide intervals. Any of these "
+                "options can be given.",
+                markup=False,
+                highlight=False,
+            )
+        manifest = store.manifest()
+        say(f"Run in {store.directory}: {report.data_statement(manifest)}.", markup=False, highlight=False)
+        first = store.prompts()[0].row
+        tail = self.renderer.text(first.input, first.answer_prefix)[-120:]
+        say(f"The first prompt ends in {tail!r}", markup=False, highlight=False)
+        for warning in manifest["warnings"]:
+            say(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+
+    def _generate(self, store: Store, progress: Progress, processes: Any) -> None:
+        wanted = {prompt.row.id for prompt in store.prompts()[processes.rank :: processes.world]}
+        if all(_complete(store, condition, wanted) for condition in self.conditions):
+            return
+        from latent_santa import SantaConfig, patch
+
+        loaded = models.load(self.spec, self.tokenizer, processes.local_rank)
+        config = SantaConfig(
+            method="dense",
+            seed=self.args.seed,
+            kmeans_seed=self.args.kmeans_seed,
+            kmeans_engine=self.args.kmeans_engine,
+            noise=self.args.noise,
+            backend=self.args.backend,
+        )
+        try:
+            handle = patch(loaded.model, config)
+        except NotImplementedError as error:
+            raise EvalError(f"--model {self.spec.name}: {error}") from error
+        with handle:
+            runner = Runner(
+                store,
+                loaded.model,
+                handle,
+                self.renderer,
+                self.args.seed,
+                self.args.floor,
+                progress,
+                processes,
+            )
+            runner.run(self.conditions)
+
+
+def _complete(store: Store, condition: Condition, wanted: set[str]) -> bool:
+    good = {row_id for row_id, result in store.results(condition.slug).items() if "error" not in result}
+    return wanted <= good
+
+
+def dry_run(evaluation: Evaluation) -> int:
+    """Show what would be run: prompt lengths and the work they make. Writes nothing."""
+    prompts, origin, warnings = evaluation.prompts()
+    console = Console()
+    lengths: dict[str, list[int]] = defaultdict(list)
+    caps: dict[str, int] = {}
+    for prompt in prompts:
+        lengths[prompt.row.task].append(prompt.n_tokens)
+        caps[prompt.row.task] = prompt.row.max_new_tokens
+    table = Table(title=f"prompts: {report.data_statement({'origin': origin})}", title_justify="left")
+    for name in ("task", "prompts", "least tokens", "median", "most", "new tokens at most", "filled (%)"):
+        table.add_column(name, justify="left" if name == "task" else "right")
+    for task, found in lengths.items():
+        found.sort()
+        filled = 100 * (sum(found) / len(found) + caps[task]) / evaluation.request.length
+        middle = found[len(found) // 2]
+        table.add_row(task, *map(str, (len(found), found[0], middle, found[-1], caps[task])), f"{filled:.1f}")
+    console.print(table)
+    total = sum(prompt.n_tokens for prompt in prompts)
+    console.print(
+        f"{len(evaluation.conditions)} settings x {len(prompts)} prompts, {total * len(evaluation.conditions):,} "
+        f"prompt tokens to prefill; limit of the model: {evaluation.limit} positions",
+        highlight=False,
+    )
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    return 0
+
+
+def show(summary: dict[str, Any], directory: Path, notes: list[str]) -> None:
+    """Print the mean's table, or the only task's, and where the rest is."""
+    console = Console()
+    column = MEAN if len(summary["tasks"]) > 1 else summary["tasks"][0]
+    console.print(tables.terminal(summary, column))
+    for note in [*tables.notes(summary), *notes]:
+        console.print(f"- {note}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"All tables: {directory / 'table.md'}; report {directory} rebuilds them.", markup=False, highlight=False
+    )

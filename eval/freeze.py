@@ -1,0 +1,114 @@
+"""Freezing a run: settings and prompts are fixed before anything is generated, and a resumed run must match them."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from latent_santa.eval.conditions import Condition, condition_from_dict
+from latent_santa.eval.errors import EvalError
+from latent_santa.eval.render import Renderer, ids_sha256
+from latent_santa.eval.sources import Request, load_rows
+from latent_santa.eval.store import Prompt, Store, differences
+
+PACKAGES = ("latent-santa", "torch", "transformers", "tokenizers", "numpy", "scikit-learn", "bitsandbytes", "datasets")
+
+
+def make_prompts(
+    request: Request, renderer: Renderer, tiny: bool, limit: int | None, advance: Callable[[str], None]
+) -> tuple[list[Prompt], dict[str, Any], list[str]]:
+    """Rows of the request, rendered and checked against the context limit; with their origin and warnings."""
+    loaded = load_rows(request, renderer, tiny, advance)
+    prompts = []
+    for row in loaded.rows:
+        ids = renderer.prompt(row, limit)
+        prompts.append(Prompt(row, len(ids), ids_sha256(ids)))
+    return prompts, loaded.origin, loaded.warnings
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine. They are recorded, and a change is only warned about."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"python": platform.python_version(), "machine": platform.machine(), "git": _git_commit(), **versions}
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout that this code runs from; None for an installed package."""
+    where = Path(__file__).resolve().parent
+    try:
+        tracked = subprocess.run(
+            ["git", "-C", str(where), "ls-files", "--error-unmatch", Path(__file__).name],
+            capture_output=True,
+            timeout=10,
+        )
+        if tracked.returncode:
+            return None
+        found = subprocess.run(
+            ["git", "-C", str(where), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def new_run(
+    store: Store,
+    settings: dict[str, Any],
+    conditions: tuple[Condition, ...],
+    prompts: list[Prompt],
+    origin: dict[str, Any],
+    warnings: list[str],
+) -> None:
+    """Write prompts and manifest of a run that begins."""
+    store.freeze(
+        {
+            "settings": settings,
+            "conditions": [asdict(condition) for condition in conditions],
+            "origin": origin,
+            "warnings": warnings,
+            "environment": environment(),
+            "prompt_ids": [prompt.row.id for prompt in prompts],
+        },
+        prompts,
+    )
+
+
+def check_resume(store: Store, settings: dict[str, Any], conditions: tuple[Condition, ...]) -> list[str]:
+    """Compare a stored run with what is asked for now; returns notes on a changed environment.
+
+    Settings must be equal. Conditions may be added, which changes nothing measured so far, but not left out.
+    Raises EvalError naming everything that changed.
+    """
+    manifest = store.manifest()
+    changed = differences(manifest["settings"], settings)
+    for data in manifest["conditions"]:
+        condition = condition_from_dict(data)
+        if condition not in conditions:
+            budget = f" S={condition.budget}" if condition.budget else ""
+            changed.append(f"{condition.name}{budget}: part of the run then, not asked for now")
+    if changed:
+        listed = "".join(f"\n  {line}" for line in changed)
+        raise EvalError(
+            f"{store.directory} cannot be resumed, its settings are not the same:{listed}\n"
+            "Use the settings that it was started with, or another --out."
+        )
+    then, now = manifest["environment"], environment()
+    return [f"since the run was started, {line}" for line in differences(then, now)]
+
+
+def extend(store: Store, conditions: tuple[Condition, ...]) -> None:
+    """Add new conditions to a resumed run's manifest."""
+    manifest = store.manifest()
+    wanted = [asdict(condition) for condition in conditions]
+    if manifest["conditions"] != wanted:
+        store.write_manifest(manifest | {"conditions": wanted})

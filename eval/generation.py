@@ -1,0 +1,57 @@
+"""Greedy generation of one answer, and the noise key of its prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Newly generated text, its number of tokens (the end token included), and whether the cap stopped it."""
+
+    text: str
+    n_new: int
+    hit_cap: bool
+
+
+def sequence_key(seed: int, row_id: str) -> int:
+    """Noise key of a prompt, below 2**63: from the base seed and the prompt's id, so the same for all budgets."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{row_id}".encode()).digest()[:8], "big") >> 1
+
+
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends an answer, by the model's generation settings and by the tokenizer."""
+    ids = model.generation_config.eos_token_id
+    found = set(ids if isinstance(ids, list) else [ids]) | {tokenizer.eos_token_id}
+    return sorted(i for i in found if i is not None)
+
+
+def make_greedy(model: Any, tokenizer: Any) -> None:
+    """Replace the model's generation settings by plain greedy ones.
+
+    A checkpoint's own settings are merged into every call of `generate`: Qwen2.5's repetition penalty would act on
+    greedy decoding too.
+    """
+    from transformers import GenerationConfig
+
+    ends = end_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else None)
+    model.generation_config = GenerationConfig(
+        do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends or None, pad_token_id=pad
+    )
+
+
+@torch.inference_mode()
+def generate(model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int) -> Answer:
+    """One greedy answer to token ids; call `make_greedy` once before. Only new ids are decoded."""
+    device = model.get_input_embeddings().weight.device
+    prompt = torch.tensor([ids], device=device)
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens)
+    new = output[0, len(ids) :].tolist()
+    ends = model.generation_config.eos_token_id or []
+    hit_cap = len(new) >= max_new_tokens and (not new or new[-1] not in ends)
+    return Answer(tokenizer.decode(new, skip_special_tokens=True), len(new), hit_cap)

@@ -1,0 +1,43 @@
+"""Options that say which model a command loads, shared by the commands."""
+
+from __future__ import annotations
+
+import argparse
+
+from latent_santa.eval.models import DTYPES, QUANTS, ModelSpec
+
+
+def add_model_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add --model and what belongs to it."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=default,
+        required=default is None,
+        metavar="ID_OR_PATH",
+        help="hub id, local directory, or builtin:tiny, the embedded MLA model" + (f" (default {default})" if default else ""),
+    )
+    group.add_argument("--revision", help="hub revision of the model")
+    group.add_argument(
+        "--dtype", default="auto", choices=DTYPES, help="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
+    )
+    group.add_argument(
+        "--quant",
+        default="none",
+        choices=QUANTS,
+        help="int8: bitsandbytes LLM.int8 except kv_b_proj and lm_head, as in Appendix F",
+    )
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
+    group.add_argument("--device-map", help='"auto" spreads one model over several GPUs')
+    group.add_argument("--offline", action="store_true", help="local files and the hub cache only")
+
+
+def model_spec(args: argparse.Namespace) -> ModelSpec:
+    """The checked specification.
+
+    Raises:
+        EvalError: options that cannot go together; nothing has been loaded yet.
+    """
+    spec = ModelSpec(args.model, args.revision, args.dtype, args.quant, args.device, args.device_map, args.offline)
+    spec.check()
+    return spec

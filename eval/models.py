@@ -1,0 +1,179 @@
+"""Loading a model and its tokenizer: a hub id, a local path, or the embedded tiny model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from latent_santa.eval.errors import EvalError
+
+TINY = "builtin:tiny"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTS = ("none", "int8")
+
+# Appendix F keeps these in bfloat16: sampled attention reads the weight of kv_b_proj itself.
+UNQUANTISED = ("kv_b_proj", "lm_head")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What is asked for. `device` "auto" is a GPU if there is one; `device_map` "auto" spreads one model over all."""
+
+    name: str
+    revision: str | None = None
+    dtype: str = "auto"
+    quant: str = "none"
+    device: str = "auto"
+    device_map: str | None = None
+    offline: bool = False
+
+    @property
+    def tiny(self) -> bool:
+        return self.name == TINY
+
+    def resolved_device(self, local_rank: int = 0) -> str:
+        """`cpu`, or the GPU of this process."""
+        import torch
+
+        if self.device != "auto":
+            return self.device
+        return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+
+    def resolved_dtype(self) -> str:
+        """The dtype that "auto" means: float32 on a CPU and for the tiny model, bfloat16 elsewhere and with int8."""
+        if self.dtype != "auto":
+            return self.dtype
+        if self.quant == "int8":
+            return "bfloat16"
+        return "float32" if self.tiny or self.resolved_device().startswith("cpu") else "bfloat16"
+
+    def check(self) -> None:
+        """Raises EvalError for options that cannot go together, before anything is loaded."""
+        import torch
+
+        if self.quant == "int8":
+            if self.tiny:
+                raise EvalError("--quant int8 is for large models; the tiny model runs with --quant none")
+            try:
+                import bitsandbytes  # noqa: F401
+            except ImportError as error:
+                raise EvalError("--quant int8 needs bitsandbytes: pip install 'latent-santa[quant]'") from error
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise EvalError(f"--device {self.device}: PyTorch sees no GPU here; use --device cpu or auto")
+        if self.device_map and self.tiny:
+            raise EvalError("--device-map is for large models; the tiny model fits on one device")
+        path = Path(self.name)
+        looks_local = self.name.startswith((".", "/", "~")) or self.name.count("/") != 1
+        if not self.tiny and looks_local and not path.expanduser().is_dir():
+            raise EvalError(
+                f"--model {self.name}: no such directory; give a hub id (OWNER/NAME), a directory, or builtin:tiny"
+            )
+
+    def source(self) -> tuple[str, dict[str, Any]]:
+        """First argument and keywords of every `from_pretrained` call. Code of a checkpoint is never run."""
+        if self.tiny:
+            from latent_santa.eval.tiny.load import MODEL_DIRECTORY
+
+            return str(MODEL_DIRECTORY), {"local_files_only": True}
+        keywords: dict[str, Any] = {"trust_remote_code": False}
+        if self.revision:
+            keywords["revision"] = self.revision
+        if self.offline:
+            keywords["local_files_only"] = True
+        path = Path(self.name).expanduser()
+        return str(path) if path.is_dir() else self.name, keywords
+
+
+@dataclass
+class Loaded:
+    """A model in evaluation mode with its tokenizer, and how many of its linear layers are quantised."""
+
+    model: Any
+    tokenizer: Any
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def load_tokenizer(spec: ModelSpec) -> Any:
+    """Only the tokenizer. Raises EvalError if it cannot be had."""
+    from transformers import AutoTokenizer
+
+    where, keywords = spec.source()
+    try:
+        return AutoTokenizer.from_pretrained(where, **keywords)
+    except Exception as error:  # missing files, no network and bad files have no common base
+        raise EvalError(_cannot("the tokenizer", spec, error)) from error
+
+
+def load_config(spec: ModelSpec) -> Any:
+    """Only the configuration. Raises EvalError if it cannot be had."""
+    from transformers import AutoConfig
+
+    where, keywords = spec.source()
+    try:
+        return AutoConfig.from_pretrained(where, **keywords)
+    except Exception as error:
+        raise EvalError(_cannot("the configuration", spec, error)) from error
+
+
+def _cannot(what: str, spec: ModelSpec, error: Exception) -> str:
+    hint = " (--offline looks at local files and the cache only)" if spec.offline else ""
+    return f"cannot load {what} of {spec.name}{hint}: {error}"
+
+
+def identity(spec: ModelSpec, config: Any) -> dict[str, Any]:
+    """What tells this model from another of the same name: the hub commit, or names, sizes and hashes of its files."""
+    commit = getattr(config, "_commit_hash", None)
+    where, _ = spec.source()
+    directory = Path(where)
+    if not directory.is_dir():
+        return {"commit": commit}
+    files: dict[str, int | str] = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".safetensors", ".bin"):
+            files[path.name] = path.stat().st_size
+        elif path.name == "config.json":
+            files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"files": files}
+
+
+def context_limit(config: Any) -> int | None:
+    """Positions that the model was made for, if its configuration says so."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
+    """The model, dense and unpatched. With int8, every linear layer but kv_b_proj and lm_head is quantised."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    where, keywords = spec.source()
+    device = spec.resolved_device(local_rank)
+    dtype = getattr(torch, spec.resolved_dtype())
+    if spec.quant == "int8":
+        from transformers import BitsAndBytesConfig
+
+        keywords["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(UNQUANTISED))
+        keywords["device_map"] = spec.device_map or {"": device}
+    elif spec.device_map:
+        keywords["device_map"] = spec.device_map
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **keywords)
+    except Exception as error:
+        raise EvalError(_cannot("the model", spec, error)) from error
+    if "device_map" not in keywords:
+        model = model.to(device)
+    model.eval()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    quantised = [name for name, module in linear.items() if type(module) is not torch.nn.Linear]
+    wrong = [name for name in quantised if name.endswith(UNQUANTISED)]
+    if wrong:
+        raise EvalError(
+            f"{wrong[0]} is quantised, but {' and '.join(UNQUANTISED)} must keep their precision (Appendix F); use a "
+            "checkpoint that is not quantised itself, with --quant int8"
+        )
+    if spec.quant == "int8" and not quantised:
+        raise EvalError("--quant int8 quantised no layer of this model; use --quant none")
+    return Loaded(model, tokenizer, {"linear_layers": len(linear), "quantised_layers": len(quantised)})

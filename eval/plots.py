@@ -1,0 +1,64 @@
+"""The picture of a run: accuracy against rows read."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from latent_santa.eval.paper_tables import MEAN
+from latent_santa.eval.tables import lines_of
+
+_MARKERS = "osD^vPX*<>"
+
+
+def access_accuracy(summary: dict[str, Any]) -> bytes | None:
+    """A PNG: one line a method with 95 % intervals, budgets beside the points, and the dense level with its interval.
+
+    None without matplotlib, or while no condition is complete.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+
+    # A figure of its own, not pyplot's: no display, no global state.
+    figure = Figure(figsize=(7.5, 5.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    drawn = False
+    for row in summary["conditions"]:
+        score = row["cells"][MEAN]["score"]
+        if row["method"] == "dense" and score:
+            axes.axhline(score["value"], color="black", linewidth=1, label=row["name"])
+            axes.axhspan(score["low"], score["high"], color="black", alpha=0.07, linewidth=0)
+            drawn = True
+    for i, (name, rows) in enumerate(lines_of(summary).items()):
+        points = [(row["cells"][MEAN], row["S"]) for row in rows]
+        points = [(cell, budget) for cell, budget in points if cell["score"] and cell["access"] is not None]
+        if not points:
+            continue
+        points.sort(key=lambda point: point[0]["access"])
+        x = [cell["access"] for cell, _ in points]
+        y = [cell["score"]["value"] for cell, _ in points]
+        below = [cell["score"]["value"] - cell["score"]["low"] for cell, _ in points]
+        above = [cell["score"]["high"] - cell["score"]["value"] for cell, _ in points]
+        axes.errorbar(
+            x, y, yerr=[below, above], marker=_MARKERS[i % len(_MARKERS)], capsize=3, linewidth=1.3, label=name
+        )
+        for (_, budget), at_x, at_y in zip(points, x, y, strict=True):
+            axes.annotate(f"S={budget}", (at_x, at_y), xytext=(4, -10), textcoords="offset points", fontsize=7)
+        drawn = True
+    if not drawn:
+        return None
+    axes.set_xlabel("rows read, routing included (% of dense decoding)")
+    axes.set_ylabel(f"accuracy (%), {summary['mean']}")
+    axes.set_title(
+        f"{summary['model']}, {summary['length']} tokens, {summary['n']} prompts a task\n{summary['data']}", fontsize=9
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    content = io.BytesIO()
+    # Without the software's version in the file, the same summary gives the same bytes.
+    figure.savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()

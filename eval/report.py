@@ -1,0 +1,246 @@
+"""From a run's files to its summary: scores with intervals, retained scores, access, paired differences, warnings."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from latent_santa.eval import paper_tables, statistics
+from latent_santa.eval.conditions import Condition, condition_from_dict
+from latent_santa.eval.paper_tables import MEAN
+from latent_santa.eval.sources.tasks import mean_label
+from latent_santa.eval.statistics import Interval
+from latent_santa.eval.store import Prompt, Store, write_atomic
+
+Results = dict[str, dict[str, Any]]
+
+
+def pooled_access(results: Sequence[dict[str, Any]], dense: bool) -> tuple[float | None, float | None]:
+    """Equation 13 or 14 in percent, with and without routing: summed numerators over summed denominators.
+
+    Every prompt counts with its own trajectory's denominator. Dense attention reads everything by definition, also
+    where an answer of one token has no decoding call to count; other methods without a call have no access (None).
+    """
+    total = {name: sum(r["access"].get(name, 0) for r in results) for name in ("numerator", "row_read", "denominator")}
+    if dense:
+        return 100.0, 100.0
+    if not total["denominator"]:
+        return None, None
+    return 100 * total["numerator"] / total["denominator"], 100 * total["row_read"] / total["denominator"]
+
+
+def _scores(prompts: list[Prompt], results: Results, tasks: Sequence[str]) -> dict[str, np.ndarray] | None:
+    """Task to per-prompt scores in prompt order; None if a result is missing, as a mean would then not be matched."""
+    found: dict[str, list[float]] = {task: [] for task in tasks}
+    for prompt in prompts:
+        if prompt.row.task not in found:
+            continue
+        result = results.get(prompt.row.id)
+        if result is None or "error" in result:
+            return None
+        found[prompt.row.task].append(result["score"])
+    return {task: np.array(values) for task, values in found.items()}
+
+
+def _rounded(interval: Interval) -> dict[str, float]:
+    return {
+        "value": round(interval.value, 2),
+        "half": round(interval.half, 2),
+        "low": round(interval.low, 2),
+        "high": round(interval.high, 2),
+    }
+
+
+class _Report:
+    """Works out the cells of one run; `summary` is the whole of it."""
+
+    def __init__(self, store: Store) -> None:
+        self.manifest = store.manifest()
+        self.settings = self.manifest["settings"]
+        self.prompts = store.prompts()
+        self.tasks = tuple(self.settings["tasks"])
+        self.conditions = [condition_from_dict(data) for data in self.manifest["conditions"]]
+        self.results = {condition: store.results(condition.slug) for condition in self.conditions}
+        self.dense: Results | None = self.results.get(Condition("dense"))
+
+    def summary(self) -> dict[str, Any]:
+        rows = [self._row(condition) for condition in self.conditions]
+        return {
+            "data": data_statement(self.manifest),
+            "model": self.settings["model"],
+            "length": self.settings["length"],
+            "n": self.settings["n"],
+            "tasks": list(self.tasks),
+            "mean": mean_label(self.tasks),
+            "prompt_tokens": self._lengths(),
+            "conditions": rows,
+            "warnings": [*self.manifest.get("warnings", []), *self._warnings(rows)],
+        }
+
+    def _lengths(self) -> dict[str, dict[str, int]]:
+        lengths = {task: [p.n_tokens for p in self.prompts if p.row.task == task] for task in self.tasks}
+        return {task: {"least": min(v), "median": int(np.median(v)), "most": max(v)} for task, v in lengths.items()}
+
+    def _row(self, condition: Condition) -> dict[str, Any]:
+        results = self.results[condition]
+        good = [result for result in results.values() if "error" not in result]
+        return {
+            "name": condition.name,
+            "slug": condition.slug,
+            "method": condition.method,
+            "S": condition.budget,
+            "parents": condition.parents,
+            "P": condition.parent_size,
+            "R": condition.representatives,
+            "estimator": condition.estimator,
+            "done": len(good),
+            "failed": sorted(row_id for row_id, result in results.items() if "error" in result),
+            "prompts": len(self.prompts),
+            "hit_cap": sum(result["hit_cap"] for result in good),
+            "new_tokens": sum(result["n_new"] for result in good),
+            "cells": {column: self._cell(condition, column) for column in (MEAN, *self.tasks)},
+        }
+
+    def _cell(self, condition: Condition, column: str) -> dict[str, Any]:
+        """One table cell: of a task, or of the equal-weight mean. Without all of its results it has no score."""
+        tasks = self.tasks if column == MEAN else (column,)
+        results = self.results[condition]
+        wanted = [prompt for prompt in self.prompts if prompt.row.task in tasks]
+        good = [r for p in wanted if (r := results.get(p.row.id)) is not None and "error" not in r]
+        access, selected = pooled_access(good, condition.method == "dense") if good else (None, None)
+        cell: dict[str, Any] = {
+            "n": len(good),
+            "access": _percent(access),
+            "access_without_routing": _percent(selected),
+            "score": None,
+            "retained": None,
+            "difference": None,
+            "paper": None,
+        }
+        value = paper_tables.lookup(
+            self.settings | {"data": self.manifest["origin"]["data"]}, self.tasks, condition, column
+        )
+        if value is not None:
+            cell["paper"] = {"access": value.access, "score": value.score, "half": value.half, "table": value.table}
+        scores = _scores(wanted, results, tasks)
+        if scores is None:
+            return cell
+        seed = self.settings["data_seed"]
+        interval = statistics.mean_interval(scores, seed)
+        cell["score"] = _rounded(interval)
+        dense = _scores(wanted, self.dense, tasks) if self.dense is not None else None
+        if dense is not None:
+            level = 100 * float(np.mean([values.mean() for values in dense.values()]))
+            kept = statistics.retained(interval.value, level)
+            cell["retained"] = _percent(kept)
+            if condition.method != "dense":
+                paired = {task: scores[task] - dense[task] for task in tasks}
+                cell["difference"] = _rounded(statistics.mean_interval(paired, seed))
+        return cell
+
+    def _warnings(self, rows: list[dict[str, Any]]) -> list[str]:
+        found = []
+        for condition, row in zip(self.conditions, rows, strict=True):
+            name = row["name"] + (f" S={row['S']}" if row["S"] else "")
+            missing = row["prompts"] - row["done"] - len(row["failed"])
+            if row["failed"]:
+                found.append(
+                    f"{name}: {len(row['failed'])} prompts failed ({', '.join(row['failed'][:3])} ...); no mean"
+                )
+            if missing:
+                found.append(f"{name}: {missing} of {row['prompts']} prompts have no result yet; no mean")
+            if condition.method == "dense" or not row["done"]:
+                continue
+            good = {i: r for i, r in self.results[condition].items() if "error" not in r}
+            if not any(result["sparse_calls"] for result in good.values()):
+                same = self.dense is not None and all(
+                    i in self.dense and self.dense[i].get("output") == r["output"] for i, r in good.items()
+                )
+                found.append(
+                    f"INVALID, {name}: not one sparse call"
+                    + (", and the outputs are those of dense attention" if same else "")
+                )
+            for column, cell in row["cells"].items():
+                difference = cell["difference"]
+                if difference and difference["low"] > 0:
+                    where = mean_label(self.tasks) if column == MEAN else column
+                    found.append(
+                        f"{name} is above dense on {where} by {difference['value']:.2f} [{difference['low']:.2f}, "
+                        f"{difference['high']:.2f}]: more than its interval, so look at prompts and template first"
+                    )
+        return found
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def data_statement(manifest: dict[str, Any]) -> str:
+    """One sentence on where the prompts come from. Only official data make RULER scores."""
+    origin = manifest["origin"]
+    if origin["data"] == "hub":
+        return f"RULER prompts of {origin['repository']} at revision {origin['revision']}"
+    if origin["data"] == "jsonl":
+        return "RULER prompts from local files in RULER's layout"
+    if origin["data"] == "builtin:tiny":
+        return "builtin prompts in the tiny model's own grammar; these are not RULER scores"
+    return "builtin prompts in this project's own wording; these are not RULER scores"
+
+
+def summarise(store: Store) -> dict[str, Any]:
+    """The summary of a run's directory, from its files alone. The same files give the same summary."""
+    return _Report(store).summary()
+
+
+CSV_FIELDS = (
+    "name method parents P R estimator S column n score half low high retained access access_without_routing "
+    "difference difference_low difference_high paper_score paper_access paper_table"
+).split()
+
+
+def summary_csv(summary: dict[str, Any]) -> str:
+    """One line a condition and column (each task, and the mean)."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for row in summary["conditions"]:
+        for column, cell in row["cells"].items():
+            score, difference, paper = (cell[name] or {} for name in ("score", "difference", "paper"))
+            line = {name: row[name] for name in ("name", "method", "parents", "P", "R", "estimator", "S")}
+            line |= {name: cell[name] for name in ("n", "retained", "access", "access_without_routing")}
+            line |= {"column": column, "score": score.get("value")}
+            line |= {name: score.get(name) for name in ("half", "low", "high")}
+            line |= {"difference": difference.get("value"), "difference_low": difference.get("low")}
+            line |= {"difference_high": difference.get("high"), "paper_score": paper.get("score")}
+            line |= {"paper_access": paper.get("access"), "paper_table": paper.get("table")}
+            writer.writerow(line)
+    return text.getvalue()
+
+
+def write_reports(store: Store, plot: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """Write summary.json, summary.csv, table.md and, if matplotlib is there, access_accuracy.png.
+
+    Returns the summary and notes on what was left out.
+    """
+    from latent_santa.eval import plots, tables
+
+    summary = summarise(store)
+    directory = store.directory
+    write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_atomic(directory / "summary.csv", summary_csv(summary))
+    write_atomic(directory / "table.md", tables.markdown(summary))
+    notes = []
+    if plot:
+        picture = plots.access_accuracy(summary)
+        if picture is None:
+            notes.append(
+                "no picture: it needs matplotlib (pip install 'latent-santa[eval]') and one complete condition"
+            )
+        else:
+            write_atomic(directory / "access_accuracy.png", picture)
+    return summary, notes

@@ -1,0 +1,149 @@
+"""A summary as tables: Markdown for files, rich for the terminal. Columns as in Table 15, and the paper's values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from latent_santa.eval.paper_tables import MEAN
+
+COLUMNS = ("Method", "S", "KV (%)", "without routing (%)", "Acc (norm) (%)", "Acc (abs) (%)", "minus dense")
+PAPER_COLUMNS = ("paper: KV (%)", "paper: Acc (abs) (%)")
+RETAINED = (90.0, 95.0, 98.0, 99.0)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def has_paper_values(summary: dict[str, Any]) -> bool:
+    """Whether any setting of the run is one of the paper's."""
+    return any(cell["paper"] for row in summary["conditions"] for cell in row["cells"].values())
+
+
+def cells(row: dict[str, Any], column: str, paper: bool) -> list[str]:
+    """The texts of one line."""
+    cell = row["cells"][column]
+    score, difference, value = cell["score"], cell["difference"], cell["paper"]
+    texts = [
+        row["name"],
+        str(row["S"] or "-"),
+        _number(cell["access"]),
+        _number(cell["access_without_routing"]),
+        _number(cell["retained"]),
+        f"{score['value']:.2f} ± {score['half']:.2f}" if score else "-",
+        f"{difference['value']:+.2f} [{difference['low']:+.2f}, {difference['high']:+.2f}]" if difference else "-",
+    ]
+    if paper:
+        texts += [_number(value["access"]), f"{value['score']:.2f} ± {value['half']:.2f}"] if value else ["-", "-"]
+    return texts
+
+
+def title(summary: dict[str, Any], column: str) -> str:
+    """What a table shows: its mean or task, and the prompts behind it."""
+    name = summary["mean"] if column == MEAN else column
+    return f"{name}, {summary['n']} prompts a task at {summary['length']} tokens, {summary['model']}"
+
+
+def columns_of(summary: dict[str, Any]) -> list[str]:
+    """The mean first (where it is more than the only task), then every task."""
+    tasks = list(summary["tasks"])
+    return [MEAN, *tasks] if len(tasks) > 1 else tasks
+
+
+def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def lines_of(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Conditions grouped into lines: the same method at its budgets, without dense."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in summary["conditions"]:
+        if row["method"] != "dense":
+            lines.setdefault(row["name"], []).append(row)
+    return lines
+
+
+def rows_needed(points: Sequence[tuple[float, float]], wanted: float) -> float | None:
+    """Least access at which the retained score reaches `wanted`, between measured points by straight lines.
+
+    points  (access, retained) in percent, any order. None if no measured point reaches it. The least access measured
+    is returned where it reaches `wanted` already: nothing is known below it.
+    """
+    ordered = sorted(points)
+    for i, (access, kept) in enumerate(ordered):
+        if kept >= wanted:
+            if i == 0:
+                return access
+            before, lower = ordered[i - 1]
+            return before + (access - before) * (wanted - lower) / (kept - lower)
+    return None
+
+
+def _needed(summary: dict[str, Any]) -> str:
+    lines = []
+    for name, rows in lines_of(summary).items():
+        measured = [row["cells"][MEAN] for row in rows]
+        points = [
+            (c["access"], c["retained"]) for c in measured if c["access"] is not None and c["retained"] is not None
+        ]
+        if len(points) > 1:
+            lowest = min(access for access, _ in points)
+            texts = []
+            for wanted in RETAINED:
+                access = rows_needed(points, wanted)
+                texts.append("-" if access is None else ("≤ " if access == lowest else "") + f"{access:.1f}")
+            lines.append([name, *texts])
+    if not lines:
+        return ""
+    header = ["KV (%) needed to retain", *(f"{wanted:.0f} %" for wanted in RETAINED)]
+    return (
+        "\n## Rows needed\n\n"
+        + _markdown_table(header, lines)
+        + "\nBetween measured budgets by straight lines; `≤`: the "
+        "smallest budget retains that much already; `-`: no budget does. These have no interval.\n"
+    )
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """All tables of a run as one Markdown text."""
+    paper = has_paper_values(summary)
+    header = [*COLUMNS, *(PAPER_COLUMNS if paper else ())]
+    parts = [f"# {summary['model']} at {summary['length']} tokens\n\nPrompts: {summary['data']}.\n"]
+    for column in columns_of(summary):
+        body = [cells(row, column, paper) for row in summary["conditions"]]
+        parts.append(f"\n## {title(summary, column)}\n\n{_markdown_table(header, body)}")
+    parts.append(_needed(summary))
+    parts.append("\n## Notes\n\n" + "".join(f"- {note}\n" for note in notes(summary)))
+    return "".join(parts)
+
+
+def notes(summary: dict[str, Any]) -> list[str]:
+    """How to read the tables, and the run's warnings."""
+    lengths = summary["prompt_tokens"].values()
+    found = [
+        "KV: rows read of the rows that dense decoding reads, Equation 13 (GQA) or 14 (MLA), routing included, pooled "
+        "over prompts, layers and steps; logical access, not time.",
+        "Acc (norm): score over the dense score. ±: half a 95 % bootstrap interval, prompts resampled within tasks. "
+        "Minus dense: paired on the same prompts, with its 95 % interval.",
+        f"Prompt tokens, without the answer: {min(v['least'] for v in lengths)} to {max(v['most'] for v in lengths)}.",
+    ]
+    cut = {row["name"]: row["hit_cap"] for row in summary["conditions"] if row["hit_cap"]}
+    if cut:
+        most = max(row["hit_cap"] / max(1, row["done"]) for row in summary["conditions"])
+        found.append(f"Answers stopped by the task's cap on new tokens: up to {100 * most:.0f} % in a setting.")
+    return found + [f"Warning: {warning}" for warning in summary["warnings"]]
+
+
+def terminal(summary: dict[str, Any], column: str) -> Table:
+    """One table for the terminal."""
+    paper = has_paper_values(summary)
+    table = Table(title=title(summary, column), title_justify="left", caption=summary["data"], caption_justify="left")
+    for i, name in enumerate([*COLUMNS, *(PAPER_COLUMNS if paper else ())]):
+        table.add_column(name, justify="left" if i == 0 else "right")
+    for row in summary["conditions"]:
+        table.add_row(*cells(row, column, paper))
+    return table

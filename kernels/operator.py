@@ -1,0 +1,216 @@
+"""One decoding call through the four kernels: the twin of :func:`latent_santa.attention.sampled_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from latent_santa.attention import Draw, Output, Suffix
+from latent_santa.quantise import QuantisedKeys
+from latent_santa.rows import Rows
+from latent_santa.teams import Teams
+
+from .attend import attend_kernel
+from .combine import combine_kernel
+from .plan import (
+    BLOCK,
+    Buffers,
+    Plan,
+    Shapes,
+    Workspace,
+    launches_early,
+    list_capacity,
+    padded_teams,
+    power,
+    processors,
+)
+from .route import route_kernel
+from .select import select_kernel
+from .support import unsupported
+
+ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def sampled_attention(
+    query: tuple[Tensor, ...],
+    rows: Rows,
+    teams: Teams,
+    suffix: Suffix,
+    draw: Draw,
+    *,
+    scale: float,
+    teams_per_head: int,
+    estimator: str = "per_head",
+    noise: str = "independent",
+    workspace: Workspace | None = None,
+) -> Output:
+    """SANTA++ for one decoding call (Algorithm 1), or its pooled form, in four launches and no synchronisation.
+
+    A float32 query over 16-bit rows is fed to the tensor cores as two 16-bit parts, and so are the softmax weights,
+    so that scores and output keep about float32's precision. A query in the rows' own dtype takes one part each.
+    Seed, step and team counts are read on the device: a captured CUDA graph draws anew on each replay after
+    ``draw.step`` was advanced in place.
+
+    Args:
+        query: parts ``(B, G, H, D_i)``, float32 or the rows' dtype.
+        rows: current cache; the last dimension contiguous, any other strides.
+        teams: frozen team records; ``routing_keys`` in the cache's dtype or :class:`QuantisedKeys`.
+        suffix: rows attended exactly.
+        draw: what the noise is keyed by.
+        scale: the attention module's scaling.
+        teams_per_head: K before the cap by the number of teams.
+        estimator, noise: as in :class:`SantaConfig`.
+        workspace: scratch kept between calls; None allocates it.
+
+    Raises:
+        RuntimeError: the kernels cannot take these inputs; the message says why.
+    """
+    reason = unsupported(query, rows, teams)
+    if reason is not None:
+        raise RuntimeError(f"the triton backend cannot run: {reason}")
+    workspace = Workspace() if workspace is None else workspace
+    call = Call(query, rows, teams, suffix, draw, scale, teams_per_head, estimator, noise, workspace)
+    if not call.everything:
+        call.route()
+        call.select()
+    call.attend()
+    return call.combine()
+
+
+class Call:
+    """The arguments of the four launches of one call, each a method."""
+
+    def __init__(
+        self,
+        query: tuple[Tensor, ...],
+        rows: Rows,
+        teams: Teams,
+        suffix: Suffix,
+        draw: Draw,
+        scale: float,
+        teams_per_head: int,
+        estimator: str,
+        noise: str,
+        workspace: Workspace,
+    ) -> None:
+        self.query = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in query)
+        self.rows, self.teams, self.suffix, self.draw = rows, teams, suffix, draw
+        self.scale, self.k = scale, teams_per_head
+        self.pooled, self.shared = estimator == "pooled", noise == "shared"
+        batch, groups, heads, _ = query[0].shape
+        values = rows.values
+        device = values.device
+        self.latent = len(rows.keys) == 2
+        dtype = values.dtype
+        quantised = isinstance(teams.routing_keys[0], QuantisedKeys)
+        self.shapes = Shapes(
+            batch=batch,
+            groups=groups,
+            heads=heads,
+            rows=rows.length,
+            prompt=teams.length,
+            suffix=suffix.index.numel(),
+            teams=teams.teams,
+            dims=tuple(part.shape[-1] for part in query),
+            values=values.shape[-1],
+            latent=self.latent,
+            dtype=dtype,
+            split=query[0].dtype == torch.float32 and dtype != torch.float32,
+            bits=teams.routing_keys[0].bits if quantised else 16,  # type: ignore[union-attr]
+            teams_per_head=teams_per_head,
+            most_rows=teams.most_rows(heads * teams_per_head),
+            processors=processors(device),
+        )
+        # where no sequence can have more than K teams, none is scored (Algorithm 1's first line)
+        self.everything = teams.teams <= teams_per_head
+        self.plan: Plan = workspace.plan(self.shapes)
+        self.held: Buffers = workspace.buffers(self.shapes, self.plan, device)
+        self.early = launches_early(device)
+
+    def _query_strides(self) -> list[int]:
+        first, second = self.query[0], self.query[-1]
+        return [*first.stride()[:3], *second.stride()[:3]]
+
+    def _launch(self, warps: int, stages: int | None = None) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_warps": warps}
+        if stages is not None:
+            options["num_stages"] = stages
+        if self.early:
+            options["launch_pdl"] = True
+        return options
+
+    def route(self) -> None:
+        """Score the representatives."""
+        s, p, held, teams = self.shapes, self.plan, self.held, self.teams
+        first, second = teams.routing_keys[0], teams.routing_keys[-1]
+        if isinstance(first, QuantisedKeys) and isinstance(second, QuantisedKeys):
+            keys, scales, groups = (first.codes, second.codes), (first.scales, second.scales), (first.group, second.group)
+        else:
+            keys, scales, groups = (first, second), (first, second), (1, 1)  # type: ignore[assignment]
+        options = self._launch(p.route_warps, p.route_stages)
+        # the first launch waits for everything before it, so that scratch of the previous call is free
+        options.pop("launch_pdl", None)
+        grid = (p.route_programs, -(-s.heads // p.route_heads), s.batch * s.groups)
+        route_kernel[grid](
+            self.query[0], self.query[-1], *keys, *scales, teams.sizes, teams.count, self.draw.key, self.draw.step,
+            held.phi, held.tops, held.flags, self.scale, self.draw.layer, *self._query_strides(),
+            *keys[0].stride()[:3], *keys[1].stride()[:3], s.teams, padded_teams(s.teams), s.groups, s.heads,
+            D0=s.dims[0], D1=s.dims[-1], BD0=power(s.dims[0], 16), BD1=power(s.dims[-1], 16), T=p.route_teams,
+            HB=p.route_heads, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, BITS=s.bits, GROUP0=groups[0],
+            GROUP1=groups[1], STAGES=p.route_stages, DTYPE=ELEMENT[s.dtype], PDL=self.early, **options,
+        )  # fmt: skip
+
+    def select(self) -> None:
+        """Find every head's threshold and flag its teams."""
+        s, p, held = self.shapes, self.plan, self.held
+        padded = padded_teams(s.teams)
+        width = power(self.k + 1, 16)
+        tops = power(max(padded // BLOCK, width))
+        coarse = min(tops, max(width, p.select_coarse))
+        select_kernel[(s.heads, s.batch * s.groups)](
+            held.tops, held.phi, held.flags, self.teams.count, self.draw.key, self.draw.step, held.blocks,
+            held.thresholds[0], held.thresholds[1], held.last, self.draw.layer, self.k, padded, s.groups, s.heads,
+            NT=tops, FOLD=tops // coarse, WIDTH=width, CHUNK=max(p.select_chunk, width // BLOCK), SHARED=self.shared,
+            PDL=self.early, **self._launch(p.select_warps),
+        )  # fmt: skip
+
+    def attend(self) -> None:
+        """Read the union's rows and the suffix."""
+        s, p, held, rows = self.shapes, self.plan, self.held, self.rows
+        visible = self.suffix.visible
+        mask = self.suffix.index if visible is None else visible.view(torch.int8)
+        first, second = rows.keys[0], rows.keys[-1]
+        options = self._launch(p.attend_warps, p.attend_stages)
+        if self.everything:
+            options.pop("launch_pdl", None)
+        attend_kernel[(p.shares, -(-s.heads // p.attend_heads), s.batch * s.groups)](
+            self.query[0], self.query[-1], first, second, rows.values, self.teams.team_of_row, held.flags, held.phi,
+            held.thresholds[0], held.thresholds[1], held.last, self.suffix.index, mask, self.draw.key, self.draw.step,
+            held.list_rows, held.list_teams, held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows,
+            self.scale, self.draw.layer, *self._query_strides(), *first.stride()[:3], *second.stride()[:3],
+            *rows.values.stride()[:3], mask.stride(0), s.prompt, s.suffix, padded_teams(s.teams), s.groups, s.heads,
+            power(list_capacity(s, p)), D0=s.dims[0], D1=s.dims[-1], BD0=power(s.dims[0], 16),
+            BD1=power(s.dims[-1], 16), V=s.values, BV=power(s.values, 16), HB=p.attend_heads, BN=p.attend_rows,
+            LANES=p.lanes, LATENT=self.latent, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, POOLED=self.pooled,
+            ALL=self.everything, MASKED=visible is not None, DTYPE=ELEMENT[s.dtype], STAGES=p.attend_stages,
+            PDL=self.early and not self.everything, **options,
+        )  # fmt: skip
+
+    def combine(self) -> Output:
+        """Put the shares together."""
+        s, p, held = self.shapes, self.plan, self.held
+        device = held.phi.device
+        out = torch.empty(s.batch, s.groups, s.heads, s.values, device=device)
+        lse = torch.empty(s.batch, s.groups, s.heads, device=device)
+        counts = torch.empty(3, s.batch, s.groups, dtype=torch.int64, device=device)
+        blocks = -(-s.values // p.combine_values)
+        combine_kernel[(blocks, s.heads, s.batch * s.groups)](
+            held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows, self.teams.count, out, lse, counts,
+            self.k, p.shares, s.groups, s.heads, s.batch * s.groups, V=s.values, BV=p.combine_values,
+            NS=power(p.shares), BS=p.combine_shares, ALL=self.everything, PDL=self.early,
+            **self._launch(p.combine_warps),
+        )  # fmt: skip
+        return Output(out, lse, counts[0], counts[1], counts[2])

@@ -1,0 +1,210 @@
+"""Block sizes, splits and scratch memory of a call, from its shapes alone: nothing here looks at a device tensor."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RUN = 8
+BLOCK = 16
+
+
+def power(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least ``n`` and ``least``."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a plan depends on. ``bits`` are the routing keys' (16: the rows' own dtype)."""
+
+    batch: int
+    groups: int
+    heads: int
+    rows: int
+    prompt: int
+    suffix: int
+    teams: int
+    dims: tuple[int, ...]
+    values: int
+    latent: bool
+    dtype: torch.dtype
+    split: bool
+    bits: int
+    teams_per_head: int
+    most_rows: int
+    processors: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Block sizes of the four launches. Any field may be overridden through :class:`Workspace`.
+
+    Attributes:
+        route_teams, route_heads: teams and heads of a routing block; ``route_programs`` walk a sequence's blocks.
+        select_chunk: blocks of 16 teams sorted at a time; ``select_coarse``: maxima that give the lower bound.
+        attend_rows, attend_heads: rows and heads of an attention tile; ``shares`` programs split the rows;
+            ``lanes`` rows are looked at in one go while the list is made.
+        combine_values, combine_shares: the tile of partial sums read in one go.
+    """
+
+    route_teams: int = 64
+    route_heads: int = 16
+    route_programs: int = 1
+    route_stages: int = 2
+    route_warps: int = 4
+    select_chunk: int = 64
+    select_coarse: int = 512
+    select_warps: int = 4
+    attend_rows: int = 32
+    attend_heads: int = 16
+    attend_stages: int = 2
+    attend_warps: int = 4
+    shares: int = 1
+    lanes: int = 1024
+    combine_values: int = 64
+    combine_shares: int = 32
+    combine_warps: int = 4
+
+
+def choose(s: Shapes) -> Plan:
+    """The plan for a call, before overrides."""
+    wide = s.dims[0] > 256
+    heads = power(s.heads)
+    cap = 32 if s.split or s.dtype == torch.float32 else 64
+    route_heads = min(max(heads, 8), cap)
+    route_teams = 64 if wide or s.dims[0] > 128 else 128
+    if s.dtype == torch.float32:
+        route_teams = 32
+    sequences = s.batch * s.groups
+    blocks = -(-s.teams // route_teams)
+    room = max(1, s.processors // (sequences * -(-s.heads // route_heads)))
+    attend_heads = min(max(heads, 16), cap)
+    attend_rows = 32 if wide else 64
+    if s.dtype == torch.float32:
+        attend_rows = 16
+    tiles = -(-(min(s.most_rows, s.prompt) + s.suffix) // attend_rows)
+    share_room = max(1, 2 * s.processors // (sequences * -(-s.heads // attend_heads)))
+    shares = max(1, min(tiles, share_room, 128))
+    per = -(-s.prompt // (RUN * shares)) * RUN
+    return Plan(
+        route_teams=route_teams,
+        route_heads=route_heads,
+        route_programs=max(1, min(blocks, room)),
+        attend_rows=attend_rows,
+        attend_heads=attend_heads,
+        shares=shares,
+        lanes=min(power(per, 32), 2048),
+        combine_values=min(power(s.values, 16), 64),
+        combine_shares=min(power(shares), 32),
+    )
+
+
+@dataclass
+class Buffers:
+    """Scratch of one call; ``Q`` is B * G and MP the teams padded to whole routing blocks."""
+
+    phi: Tensor
+    tops: Tensor
+    flags: Tensor
+    blocks: Tensor
+    thresholds: Tensor
+    last: Tensor
+    list_rows: Tensor
+    list_teams: Tensor
+    part_out: Tensor
+    part_mass: Tensor
+    part_rows: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Every buffer, for tests that poison them."""
+        return list(vars(self).values())
+
+
+@dataclass
+class Workspace:
+    """Scratch memory and block sizes, kept between calls of the same shapes.
+
+    One workspace serves any number of layers on one stream, and whatever CUDA graphs were captured with it, as long
+    as no two calls run at the same time.
+
+    Attributes:
+        overrides: fields of :class:`Plan` to use instead of the chosen ones.
+    """
+
+    overrides: dict[str, Any] = field(default_factory=dict)
+    _plans: dict[Shapes, Plan] = field(default_factory=dict, repr=False)
+    _buffers: dict[tuple[Any, ...], Buffers] = field(default_factory=dict, repr=False)
+
+    def plan(self, shapes: Shapes) -> Plan:
+        """The plan for these shapes."""
+        found = self._plans.get(shapes)
+        if found is None:
+            found = self._plans[shapes] = replace(choose(shapes), **self.overrides)
+        return found
+
+    def buffers(self, s: Shapes, p: Plan, device: torch.device) -> Buffers:
+        """Scratch for these shapes. A decode loop's growing suffix moves to new list buffers only now and then."""
+        padded = padded_teams(s.teams)
+        capacity = list_capacity(s, p)
+        blocks = -(-s.heads // p.attend_heads)
+        key = (s.batch, s.groups, s.heads, padded, s.values, p.shares, blocks, power(capacity), device)
+        found = self._buffers.get(key)
+        if found is None:
+            q = s.batch * s.groups
+
+            def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+                return torch.empty(shape, dtype=dtype, device=device)
+
+            found = self._buffers[key] = Buffers(
+                phi=empty(q, s.heads, padded),
+                tops=empty(q, s.heads, padded // BLOCK),
+                flags=empty(q, padded, dtype=torch.int8),
+                blocks=empty(q, s.heads, padded // BLOCK, dtype=torch.int32),
+                thresholds=empty(2, q, s.heads),
+                last=empty(q, s.heads, dtype=torch.int32),
+                list_rows=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
+                list_teams=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
+                part_out=empty(q, s.heads, p.shares, s.values),
+                part_mass=empty(2, q, s.heads, p.shares),
+                part_rows=empty(q, p.shares, 2, dtype=torch.int32),
+            )
+        return found
+
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(t.numel() * t.element_size() for held in self._buffers.values() for t in held.tensors())
+
+    def poison(self) -> None:
+        """Fill every buffer with NaN or a large integer, for tests: no kernel may read what none wrote."""
+        for held in self._buffers.values():
+            for t in held.tensors():
+                t.fill_(float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max)
+
+
+def padded_teams(teams: int) -> int:
+    """M rounded up to whole routing blocks of any size."""
+    return -(-teams // 128) * 128
+
+
+def list_capacity(s: Shapes, p: Plan) -> int:
+    """Rows that one share may have to list."""
+    return -(-s.prompt // (RUN * p.shares)) * RUN + -(-s.suffix // p.shares)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; a small number stands for the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def launches_early(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch (compute capability 9.0)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

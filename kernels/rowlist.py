@@ -1,0 +1,47 @@
+"""The rows that one attention program reads: its share of the union's rows and of the exact suffix, as a list."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+RUN = tl.constexpr(8)  # neighbouring rows that stay in one share: a 32-byte sector of their team numbers
+
+
+@triton.jit
+def append_union(team_of_row, flags, rows, teams, N, share, shares, ALL: tl.constexpr, LANES: tl.constexpr):
+    """List this share's rows whose team is flagged (ALL: in any team); the rows' number is returned.
+
+    Runs of 8 rows are dealt to the shares in turn, so that a cluster of selected neighbours is spread over them.
+    """
+    per = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
+    held = 0
+    for start in range(0, per, LANES):
+        i = start + tl.arange(0, LANES)
+        row = ((i // RUN) * shares + share) * RUN + i % RUN
+        team = tl.load(team_of_row + row, mask=(row < N) & (i < per), other=-1)
+        wanted = team >= 0
+        if not ALL:
+            wanted = tl.load(flags + team, mask=wanted, other=0) != 0
+        place = held + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(rows + place, row, mask=wanted)
+        tl.store(teams + place, team, mask=wanted)
+        held += tl.sum(wanted.to(tl.int32), 0)
+    return held
+
+
+@triton.jit
+def append_suffix(
+    index, visible, visible_b, rows, teams, held, E, b, share, shares, MASKED: tl.constexpr, LANES: tl.constexpr
+):
+    """List this share's visible suffix rows behind the ``held`` rows listed, as team -1; the new total is returned."""
+    for start in range(0, tl.cdiv(E, shares), LANES):
+        e = (start + tl.arange(0, LANES)) * shares + share
+        wanted = e < E
+        if MASKED:
+            wanted = tl.load(visible + b.to(tl.int64) * visible_b + e, mask=wanted, other=0) != 0
+        place = held + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(rows + place, tl.load(index + e, mask=wanted, other=0).to(tl.int32), mask=wanted)
+        tl.store(teams + place, tl.full((LANES,), -1, tl.int32), mask=wanted)
+        held += tl.sum(wanted.to(tl.int32), 0)
+    return held

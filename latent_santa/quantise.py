@@ -1,0 +1,130 @@
+"""Routing keys in 8 or 4 bits: what scoring representatives reads, and nothing else.
+
+Routing reads one key a team on every step, most of what a sampled step reads at long contexts. The estimator stays
+unbiased under any routing scores, as long as the corrections use the same ones (Appendix A), so the routing copy may
+be coarse. A key becomes symmetric integer codes with one scale per group of consecutive dimensions. The value that a
+code stands for is code times scale, rounded to the cache's dtype, in every backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+BITS = {"int8": 8, "int4": 4}
+GROUPS = {"int8": 64, "int4": 32}
+
+
+@dataclass
+class QuantisedKeys:
+    """One part of the routing keys, ``(B, G, M, D)`` as codes. It stands in for a tensor in ``Teams.routing_keys``.
+
+    Attributes:
+        codes: ``(B, G, M, D)`` int8, or for 4 bits ``(B, G, M, D / 2)`` uint8: byte j holds dimension j in its low
+            nibble and dimension j + D / 2 in its high one, each plus 8.
+        scales: ``(B, G, M, D / group)`` float16.
+        bits: 8 or 4.
+        group: dimensions that share a scale.
+        dtype: the cache's dtype, to which values are rounded.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+    group: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(B, G, M, D)``, the shape of what the codes stand for."""
+        return torch.Size((*self.scales.shape[:-1], self.scales.shape[-1] * self.group))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def dequantise(self) -> Tensor:
+        """``(B, G, M, D)`` in the cache's dtype."""
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+        values = codes.unflatten(-1, (-1, self.group)).float() * self.scales[..., None].float()
+        return values.flatten(-2).to(self.dtype)
+
+    def float(self) -> Tensor:
+        """The values in float32, which is all that :func:`latent_santa.rows.scores` asks of a key part."""
+        return self.dequantise().float()
+
+    def index_select(self, dim: int, index: Tensor) -> QuantisedKeys:
+        """As ``Tensor.index_select`` for the batch, group or team dimension."""
+        picked = self.codes.index_select(dim, index), self.scales.index_select(dim, index)
+        return replace(self, codes=picked[0], scales=picked[1])
+
+    def to(self, device: torch.device | str) -> QuantisedKeys:
+        """The same codes on another device."""
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
+
+    def bytes(self) -> int:
+        """Memory held, which is also what a routing pass reads."""
+        return self.codes.numel() * self.codes.element_size() + self.scales.numel() * self.scales.element_size()
+
+    # Teams.bytes() asks a part for these two, as it would a tensor
+    def numel(self) -> int:
+        return self.bytes()
+
+    def element_size(self) -> int:
+        return 1
+
+
+def scale_group(dims: int, routing_dtype: str) -> int:
+    """Dimensions that share a scale: the format's default, halved until it divides the dimensions (of half a key for
+    int4, whose halves are packed side by side).
+
+    Raises:
+        ValueError: ``dims`` has no group of 8 or more.
+    """
+    span = dims // 2 if routing_dtype == "int4" else dims
+    group = GROUPS[routing_dtype]
+    while span % group:
+        group //= 2
+    if group < 8 or (routing_dtype == "int4" and dims % 2):
+        raise ValueError(f"routing_dtype={routing_dtype!r}: {dims} key dimensions do not divide into groups of 8 or more")
+    return group
+
+
+def quantise(keys: Tensor, routing_dtype: str, group: int | None = None) -> QuantisedKeys:
+    """Symmetric codes of ``keys (B, G, M, D)``.
+
+    Args:
+        routing_dtype: ``"int8"`` (codes -127..127) or ``"int4"`` (-7..7).
+        group: dimensions that share a scale; None takes :func:`scale_group`.
+
+    Raises:
+        ValueError: another ``routing_dtype``, or a group that does not divide the dimensions.
+    """
+    if routing_dtype not in BITS:
+        raise ValueError(f"routing_dtype={routing_dtype!r}: must be one of {', '.join(map(repr, BITS))}")
+    bits, dims = BITS[routing_dtype], keys.shape[-1]
+    group = scale_group(dims, routing_dtype) if group is None else group
+    span = dims // 2 if bits == 4 else dims
+    if group < 1 or span % group or (bits == 4 and dims % 2):
+        raise ValueError(f"group={group}: must divide {span} ({'half of ' if bits == 4 else ''}{dims} key dimensions)")
+    largest = 2 ** (bits - 1) - 1
+    grouped = keys.float().unflatten(-1, (-1, group))
+    # the scale is rounded before it is used, so codes fit the scale that is stored
+    scales = (grouped.abs().amax(-1) / largest).to(torch.float16)
+    step = scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
+    codes = (grouped / step).round().clamp(-largest, largest).flatten(-2).to(torch.int8)
+    if bits == 4:
+        low, high = (codes + 8).to(torch.uint8).chunk(2, -1)
+        codes = low | (high << 4)
+    return QuantisedKeys(codes.contiguous(), scales.contiguous(), bits, group, keys.dtype)
+
+
+def quantise_parts(keys: tuple[Tensor, ...], routing_dtype: str) -> tuple[Tensor | QuantisedKeys, ...]:
+    """All parts of the routing keys; ``"model"`` keeps them as they are."""
+    if routing_dtype == "model":
+        return keys
+    return tuple(quantise(part, routing_dtype) for part in keys)

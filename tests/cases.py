@@ -1,0 +1,184 @@
+"""Random decoding calls for the tests of the method, and the same calls put to the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from latent_santa.attention import Draw, Output, Suffix, sampled_attention, santa_attention
+from latent_santa.noise import noise_keys
+from latent_santa.parents import contiguous_parents
+from latent_santa.rows import Rows
+from latent_santa.teams import Teams, build_teams
+
+from . import reference as ref
+
+
+@dataclass
+class Case:
+    """A left-padded batch at one decoding call.
+
+    Prompt rows come first and suffix rows last. After the teams were built the last prompt row was written anew, as a
+    replay does, so frozen and current keys differ. Padding rows hold large numbers, so that a leak shows.
+    """
+
+    query: tuple[Tensor, ...]
+    rows: Rows
+    frozen: tuple[Tensor, ...]  # the prompt's key parts at prefill
+    points: Tensor
+    prompt: Tensor  # (B, N) bool, real prompt rows
+    teams: Teams
+    suffix: Suffix
+    draw: Draw
+    scale: float
+    parent_size: int
+    representatives: int
+
+    def at_step(self, suffix_rows: int, layer: int = 3) -> Case:
+        """The same cache when only the first suffix rows exist."""
+        visible = None if self.suffix.visible is None else self.suffix.visible[:, :suffix_rows]
+        suffix = Suffix(self.suffix.index[:suffix_rows], visible)
+        step = self.prompt.sum(-1) + suffix.counts(self.prompt.shape[0])
+        return replace(self, suffix=suffix, draw=Draw(self.draw.key, step, layer))
+
+    def run(self, k: int, estimator: str = "per_head", noise: str = "independent", method: str = "santa++") -> Output:
+        if method == "santa":
+            length = self.rows.length - self.prompt.shape[1]
+            prompt = torch.nn.functional.pad(self.prompt, (0, length), value=False)
+            return santa_attention(
+                self.query, self.rows, prompt, self.suffix, self.draw,
+                scale=self.scale, samples=k, estimator=estimator, noise=noise,
+            )  # fmt: skip
+        return sampled_attention(
+            self.query, self.rows, self.teams, self.suffix, self.draw,
+            scale=self.scale, teams_per_head=k, estimator=estimator, noise=noise,
+        )  # fmt: skip
+
+    def reference(
+        self, b: int, g: int, k: int, estimator: str = "per_head", noise: str = "independent", method: str = "santa++"
+    ) -> ref.GroupOutput:
+        """One sequence and group by the reference, which sees the real rows alone."""
+        real = self.prompt[b].nonzero()[:, 0].tolist()
+        place = range(self.suffix.index.numel())
+        seen = [e for e in place if self.suffix.visible is None or bool(self.suffix.visible[b, e])]
+        order = real + [int(self.suffix.index[e]) for e in seen]
+        suffix = range(len(real), len(order))
+        queries = _joined(self.query, b, g)
+        keys, values = _joined(self.rows.keys, b, g)[order], _array(self.rows.values[b, g])[order]
+        parents = ref.contiguous_parents(len(real), self.parent_size)
+        teams = ref.build_teams(_array(self.points[b, g])[real], parents, self.representatives)
+        shared = noise == "shared"
+        number = len(real) if method == "santa" else len(teams)
+        draws = reference_noise(self.draw, b, g, len(queries), number, shared)
+        if method == "santa":
+            return ref.santa_group(
+                queries, keys, values, range(len(real)), suffix, self.scale, k, draws, estimator, shared
+            )
+        frozen = _joined(self.frozen, b, g)[real]
+        routing_keys = [frozen[team.representative] for team in teams]
+        return ref.attention_group(
+            queries, keys, values, teams, routing_keys, suffix, self.scale, k, draws, estimator, shared
+        )
+
+
+def _array(part: Tensor) -> ref.Array:
+    return part.double().numpy()
+
+
+def _joined(parts: tuple[Tensor, ...], b: int, g: int) -> ref.Array:
+    return np.concatenate([_array(part[b, g]) for part in parts], axis=-1)
+
+
+def reference_noise(draw: Draw, b: int, g: int, heads: int, teams: int, shared: bool) -> list[list[float]]:
+    key, step = draw.key[b].tolist(), int(draw.step[b])
+    return [[ref.gumbel(key, step, draw.layer, g, h, t, shared) for t in range(teams)] for h in range(heads)]
+
+
+def make_case(
+    layout: str = "gqa",
+    heads: int = 2,
+    groups: int = 1,
+    lengths: Sequence[int] = (21,),
+    suffix: int = 0,
+    hidden: Sequence[tuple[int, int]] = (),
+    parent_size: int = 4,
+    representatives: int = 2,
+    seed: int = 0,
+    scale: float = 0.6,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Draw a case: ``lengths`` real prompt rows a sequence, ``hidden`` (sequence, suffix place) pairs are padding.
+
+    ``"mla"`` rows are a content latent, which is the value too, and a rotary key; ``"gqa"`` rows a key and a value.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    batch, length = len(lengths), max(lengths)
+    prompt = torch.arange(length) >= length - torch.tensor(lengths)[:, None]
+    dims = (5, 3) if layout == "mla" else (6,)
+    parts = [normal(batch, groups, length + suffix, d) for d in dims]
+    values = parts[0] if layout == "mla" else normal(batch, groups, length + suffix, 4)
+    for part in (*parts, values):
+        part[:, :, :length].masked_fill_(~prompt[:, None, :, None], 40.0)
+    keys = tuple(part.to(dtype) for part in parts)
+    rows = Rows(keys, keys[0] if layout == "mla" else values.to(dtype))
+    before = Rows(tuple(part[:, :, :length] for part in keys), rows.values[:, :, :length])
+    points = before.keys[0].clone()
+    parents = contiguous_parents(prompt, parent_size).expand(-1, groups, -1)
+    teams = build_teams(before, points, parents, representatives)
+    frozen = tuple(part.clone() for part in before.keys)
+    for part in rows.keys:
+        part[:, :, length - 1] += normal(batch, groups, part.shape[-1]).to(dtype)
+    visible = None
+    if hidden:
+        visible = torch.ones(batch, suffix, dtype=torch.bool)
+        for b, e in hidden:
+            visible[b, e] = False
+            for part in rows.keys:
+                part[b, :, length + e] = 40.0
+    exact = Suffix(torch.arange(length, length + suffix), visible)
+    key = noise_keys(seed + 17, [5 * b + 2 for b in range(batch)], "cpu")
+    draw = Draw(key, prompt.sum(-1) + exact.counts(batch), 3)
+    query = tuple(normal(batch, groups, heads, d) for d in dims)
+    return Case(query, rows, frozen, points, prompt, teams, exact, draw, scale, parent_size, representatives)
+
+
+def team_lists(teams: Teams, b: int, g: int) -> list[tuple[list[int], int]]:
+    """One sequence and group's teams as (members, representative), read from the records."""
+    members, starts = teams.members[b, g].tolist(), teams.starts[b, g].tolist()
+    sizes, owners = teams.sizes[b, g].tolist(), teams.representative[b, g].tolist()
+    return [(members[starts[t] : starts[t] + sizes[t]], owners[t]) for t in range(int(teams.count[b, g]))]
+
+
+def check_records(teams: Teams, member: Tensor) -> None:
+    """What must hold of any team records whose real rows are ``member (B, N)``."""
+    batch, groups, length = teams.team_of_row.shape
+    assert teams.members.shape == (batch, groups, length) and teams.length == length
+    assert teams.sizes.shape == teams.starts.shape == teams.representative.shape == (batch, groups, teams.teams)
+    for part in teams.routing_keys:
+        assert part.shape[:3] == (batch, groups, teams.teams)
+    for name in ("members", "starts", "sizes", "count", "team_of_row", "representative"):
+        assert getattr(teams, name).dtype == torch.int32, name
+    assert teams.teams == max(1, int(teams.count.max()))
+    for b in range(batch):
+        real = member[b].nonzero()[:, 0].tolist()
+        for g in range(groups):
+            count, lists = int(teams.count[b, g]), team_lists(teams, b, g)
+            flat = [row for rows, _ in lists for row in rows]
+            assert sorted(flat) == real
+            assert teams.members[b, g].tolist() == flat + [-1] * (length - len(flat))
+            assert all(rows and rows == sorted(rows) for rows, _ in lists)
+            assert teams.sizes[b, g, count:].tolist() == [0] * (teams.teams - count)
+            assert teams.representative[b, g, count:].tolist() == [-1] * (teams.teams - count)
+            owner = {row: t for t, (rows, _) in enumerate(lists) for row in rows}
+            assert teams.team_of_row[b, g].tolist() == [owner.get(row, -1) for row in range(length)]
+            sizes = sorted((len(rows) for rows, _ in lists), reverse=True)
+            for n in range(teams.teams + 2):
+                assert sum(sizes[:n]) <= teams.most_rows(n) <= length

@@ -1,0 +1,314 @@
+"""Minibatch k-means: the reference engine is scikit-learn's, and the torch engine follows the same rules."""
+
+import sys
+
+import pytest
+import torch
+
+from latent_santa import kmeans
+from latent_santa.kmeans import inertia, minibatch_kmeans
+
+ENGINES = ("sklearn", "torch")
+
+
+def mixture(rows: int, width: int, seed: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    means = 2 * torch.randn(60, width, generator=g)
+    return means[torch.randint(60, (rows,), generator=g)] + torch.randn(rows, width, generator=g)
+
+
+def latent_like(rows: int, width: int, seed: int) -> torch.Tensor:
+    """Power-law spectrum in a random basis, neighbours correlated, and an offset shared by all rows."""
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randn(rows, width, generator=g)
+    z = (z + 0.8 * z.roll(1, 0)) * 5 * torch.arange(1, width + 1) ** -0.7
+    basis = torch.linalg.qr(torch.randn(width, width, generator=g))[0]
+    return z @ basis + 3 * torch.randn(width, generator=g)
+
+
+def stack(make, lengths, width, rows=None) -> torch.Tensor:
+    """Problems of these lengths; NaN in the padding, which nobody may read."""
+    points = torch.full((len(lengths), rows or max(lengths), width), torch.nan)
+    for q, n in enumerate(lengths):
+        points[q, :n] = make(n, width, seed=q).bfloat16().float()
+    return points
+
+
+def parents(lengths, size=16) -> list[int]:
+    return [min(n, max(2, n // size)) for n in lengths]
+
+
+def assert_valid(labels, lengths, clusters) -> None:
+    assert labels.dtype == torch.int64
+    for label, n, k in zip(labels, lengths, clusters, strict=True):
+        assert (label[n:] == -1).all()
+        assert 0 <= label[:n].min() and label[:n].max() < k
+
+
+@pytest.mark.parametrize("engine", ["sklearn", "auto"])
+def test_reference_engine_is_scikit_learn_with_the_settings_of_appendix_a(engine):
+    from sklearn.cluster import MiniBatchKMeans
+
+    lengths, clusters = [300, 450], [18, 40]
+    points = stack(mixture, lengths, 8)
+    labels = minibatch_kmeans(points, lengths, clusters, seed=3, engine=engine)
+    for q, (n, k) in enumerate(zip(lengths, clusters, strict=True)):
+        direct = MiniBatchKMeans(
+            k, init="k-means++", n_init=1, batch_size=4096, max_iter=100, max_no_improvement=10, tol=0.0,
+            reassignment_ratio=0.01, init_size=None, random_state=3,
+        )  # fmt: skip
+        assert labels[q, :n].tolist() == direct.fit(points[q, :n].numpy()).labels_.tolist()
+    assert_valid(labels, lengths, clusters)
+
+
+@pytest.mark.parametrize(
+    "make, width, lengths",
+    [(mixture, 32, [3000, 5000]), (latent_like, 48, [1500, 4500]), (mixture, 8, [13000])],
+    ids=["mixture", "anisotropic", "more rows than the init subset"],
+)
+def test_torch_engine_is_as_good_as_scikit_learn(make, width, lengths):
+    points, clusters = stack(make, lengths, width), parents(lengths, 16 if max(lengths) < 12288 else 128)
+    results = {}
+    for name, fit in {
+        "sklearn": lambda seed: minibatch_kmeans(points, lengths, clusters, seed, "sklearn"),
+        "torch": lambda seed: minibatch_kmeans(points, lengths, clusters, seed, "torch"),
+        "batched": lambda seed: kmeans._torch_labels(points, lengths, clusters, seed, group=len(lengths)),
+    }.items():
+        labels = [fit(seed) for seed in range(2)]
+        assert_valid(labels[0], lengths, clusters)
+        results[name] = torch.stack([inertia(points, lengths, label) for label in labels]).mean(0)
+    for name in ("torch", "batched"):
+        ratio = results[name] / results["sklearn"]
+        assert ((ratio > 0.98) & (ratio < 1.02)).all(), (name, ratio)
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_half_rows_cluster_as_float32_rows_do(offset):
+    # 300 in one coordinate of every row: keys of real GQA models look like this, and plain bfloat16 centers lose them.
+    lengths = [1600, 2000]
+    points = stack(latent_like, lengths, 32).nan_to_num()
+    points[..., 5] += offset
+    points = points.bfloat16()
+    clusters = parents(lengths)
+    exact, halves = (
+        torch.stack([inertia(points, lengths, kmeans._cluster(x, lengths, clusters, seed)) for seed in range(3)]).mean(
+            0
+        )
+        for x in (points.float(), points)
+    )
+    assert (exact / halves - 1).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_problem_alone_gives_its_labels_in_the_batch(engine):
+    lengths = [700, 1100, 90, 1]
+    clusters = parents(lengths)
+    points = stack(latent_like, lengths, 16, rows=1300)
+    together = minibatch_kmeans(points, lengths, clusters, seed=5, engine=engine)
+    for q, n in enumerate(lengths):
+        alone = minibatch_kmeans(points[q : q + 1, :n], [n], [clusters[q]], seed=5, engine=engine)
+        assert torch.equal(together[q : q + 1, :n], alone)
+    assert_valid(together, lengths, clusters)
+
+
+def test_seeding_does_not_depend_on_the_batch():
+    # Small integers: every sum and product is exact, so the batched arithmetic must give the same centers bit for bit.
+    g = torch.Generator().manual_seed(0)
+    lengths, clusters = [400, 13000, 37], [90, 60, 5]
+    points = torch.randint(-8, 9, (3, 13000, 6), generator=g).float()
+    norms = points.square().sum(-1)
+    together = kmeans._seed_centers(points, norms, lengths, clusters, 7)
+    for q, (n, k) in enumerate(zip(lengths, clusters, strict=True)):
+        mine = slice(q, q + 1)
+        alone = kmeans._seed_centers(points[mine, :n].contiguous(), norms[mine, :n].contiguous(), [n], [k], 7)
+        assert torch.equal(together[q, :k], alone[0])
+        assert len(alone[0].unique(dim=0)) == k  # a row at distance 0 is never drawn
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_seed_alone_decides(engine):
+    points = stack(mixture, [600], 8)
+    state, before = torch.random.get_rng_state(), points.clone()
+    first, again, other = (minibatch_kmeans(points, [600], [37], seed, engine) for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(points, before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layout_and_dtype_do_not_matter(engine):
+    points = stack(mixture, [500, 500], 8)
+    expected = minibatch_kmeans(points, [500, 400], [31, 25], engine=engine)
+    strided = points.transpose(0, 1).contiguous().transpose(0, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for same in (strided, points.bfloat16(), points.double()):
+            assert torch.equal(minibatch_kmeans(same, [500, 400], [31, 25], engine=engine), expected)
+
+
+@pytest.mark.parametrize("engine, group", [("sklearn", None), ("torch", None), ("torch", 5)])
+def test_degenerate_problems(engine, group):
+    g = torch.Generator().manual_seed(1)
+    lengths, clusters = [1, 2, 40, 40, 40], [1, 2, 40, 20, 1]
+    points = torch.full((5, 40, 4), torch.nan)
+    points[0, 0] = 3.0
+    points[1, :2] = torch.tensor([[1.0], [2.0]])
+    points[2] = torch.randn(6, 4, generator=g)[torch.arange(40) % 6]  # k = N, but six distinct rows
+    points[3] = 0.3
+    points[4] = torch.randn(40, 4, generator=g)
+    if group:
+        labels = kmeans._torch_labels(points, lengths, clusters, 0, group)
+    else:
+        labels = minibatch_kmeans(points, lengths, clusters, engine=engine)
+    assert_valid(labels, lengths, clusters)
+    assert labels[1, 0] != labels[1, 1]
+    assert len(labels[2].unique()) == 6 and torch.equal(labels[2, :6], labels[2, 30:36])
+    assert len(labels[3].unique()) == 1
+    assert inertia(points, lengths, labels)[:4].max() < 1e-9
+
+
+def test_nearest_takes_the_lowest_of_equal_centers_and_no_padding_center():
+    centers = torch.tensor([[[5.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
+    real = torch.tensor([[True, True, True, False]])
+    score, label = kmeans._nearest(torch.tensor([[[1.5, 0.0], [0.0, 0.0], [4.0, 1.0]]]), centers, real)
+    assert label.tolist() == [[1, 1, 0]]
+    assert score.tolist() == [[1 - 3.0, 1.0, 25 - 40.0]]
+
+
+def new_fit(length, k, centers, **state) -> kmeans._Fit:
+    problems, padded, _ = centers.shape
+    defaults = {
+        "problem": torch.arange(problems), "length": torch.tensor(length), "k": torch.tensor(k),
+        "real": torch.arange(padded) < torch.tensor(k)[:, None], "centers": centers,
+        "counts": torch.zeros(problems, padded), "since": torch.zeros(problems, dtype=torch.int64),
+        "smooth": torch.zeros(problems, dtype=torch.float64),
+        "lowest": torch.full((problems,), torch.inf, dtype=torch.float64),
+        "stale": torch.zeros(problems, dtype=torch.int64), "running": torch.ones(problems, dtype=torch.bool),
+    }  # fmt: skip
+    return kmeans._Fit(**(defaults | state))
+
+
+def test_centers_move_to_the_mean_of_all_their_rows_and_stopped_ones_stay():
+    g = torch.Generator().manual_seed(2)
+    start = torch.randn(2, 3, 4, generator=g)
+    fit = new_fit(
+        [6, 6], [3, 3], start, counts=torch.tensor([[0.0, 2.0, 5.0]] * 2), running=torch.tensor([True, False])
+    )
+    rows, sizes = torch.randn(2, 6, 4, generator=g), torch.tensor([[4, 1, 0], [4, 1, 0]])  # the sixth is a padding slot
+    fit.update(rows, sizes)
+    torch.testing.assert_close(fit.centers[0, 0], rows[0, :4].mean(0))
+    torch.testing.assert_close(fit.centers[0, 1], (2 * start[0, 1] + rows[0, 4]) / 3)
+    assert torch.equal(fit.centers[0, 2], start[0, 2]) and torch.equal(fit.centers[1], start[1])
+
+
+def test_centers_of_low_count_move_to_rows_of_the_minibatch():
+    rows = torch.arange(8.0).reshape(1, 8, 1) + 100
+    centers = torch.zeros(1, 7, 1)
+    counts = torch.tensor([[1000.0, 3.0, 0.0, 9.0, 10.0, 50.0, 0.0]])  # six real centers: the last is padding
+
+    fit = new_fit([8], [6], centers, counts=counts)  # an empty center: due at once; below 10: three centers
+    fit.reassign(rows, torch.zeros(1, 7, dtype=torch.int64))
+    assert fit.centers[0, :, 0].tolist() == [0, 101, 100, 102, 0, 0, 0]
+    assert fit.counts[0, :6].tolist() == [1000, 10, 10, 10, 10, 50]
+    assert fit.since.tolist() == [0]
+
+    few = counts.clone()
+    few[0, 3:6] = torch.tensor([2.0, 5.0, 4.0])
+    fit = new_fit([4], [6], centers, counts=few)  # five are low, but half a minibatch of four is two: the lowest counts
+    fit.reassign(rows[:, :4], torch.zeros(1, 7, dtype=torch.int64))
+    assert fit.centers[0, :, 0].tolist() == [0, 0, 100, 101, 0, 0, 0]
+    assert fit.counts[0, :6].tolist() == [1000, 3, 3, 3, 5, 4]
+
+    full = counts.clone()
+    full[0, 2] = 1
+    for since, moved in ((51, False), (52, True)):  # no empty center: due once 10 k = 60 rows were seen
+        fit = new_fit([8], [6], centers, counts=full, since=torch.tensor([since]))
+        fit.reassign(rows, torch.zeros(1, 7, dtype=torch.int64))
+        assert bool(fit.centers.any()) == moved and fit.since.tolist() == [0 if moved else since + 8]
+
+
+@pytest.mark.parametrize("length, limit", [(60, 100), (6000, 146)])
+def test_stopping_follows_the_smoothed_inertia(length, limit):
+    alpha = min(1.0, 2 * min(length, 4096) / (length + 1))
+    g = torch.Generator().manual_seed(4)
+    for means in (
+        (1 + 0.3 * torch.rand(limit, generator=g, dtype=torch.float64)).tolist(),
+        [0.1, *(1 / (step + 1) for step in range(limit))],
+    ):
+        smooth, lowest, stale, expected = None, float("inf"), 0, limit
+        for step, mean in enumerate(means[1:limit], start=2):
+            smooth = mean if smooth is None else smooth * (1 - alpha) + mean * alpha
+            stale, lowest = (0, smooth) if smooth < lowest else (stale + 1, lowest)
+            if stale >= 10:
+                expected = step
+                break
+        fit = new_fit([length], [2], torch.zeros(1, 2, 1))
+        step = 0
+        while fit.running.all():
+            fit.stop(torch.tensor([means[step]], dtype=torch.float64), step + 1)
+            step += 1
+        assert step == expected
+
+
+def test_inertia_is_the_distance_to_cluster_means():
+    points = torch.tensor([[[0.0], [2.0], [10.0], [99.0]], [[1.0], [1.0], [4.0], [4.0]]])
+    labels = torch.tensor([[1, 1, 0, -1], [0, 0, 0, 0]])
+    assert inertia(points, [3, 4], labels).tolist() == [2.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"points": torch.zeros(6, 2)}, r"points is torch.float32 \(6, 2\)"),
+        ({"points": torch.zeros(1, 6, 2, dtype=torch.int64)}, "points is torch.int64"),
+        ({"lengths": [6, 6]}, "lengths has 2 entries"),
+        ({"clusters": []}, "clusters has 0 entries"),
+        ({"lengths": [7]}, r"lengths\[0\] is 7"),
+        ({"lengths": [0]}, r"lengths\[0\] is 0"),
+        ({"lengths": [5.5]}, "lengths is "),
+        ({"clusters": [7]}, r"clusters\[0\] is 7"),
+        ({"clusters": [0]}, r"clusters\[0\] is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+        ({"engine": "faiss"}, "engine is 'faiss'"),
+        ({"points": torch.full((1, 6, 2), torch.nan)}, r"points\[0\] has a real row that is not finite"),
+        ({"points": torch.full((1, 6, 2), torch.inf), "engine": "sklearn"}, r"points\[0\] has a real row"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    arguments = {"points": torch.zeros(1, 6, 2), "lengths": [6], "clusters": [2], "seed": 0, "engine": "torch"}
+    with pytest.raises(ValueError, match=message):
+        minibatch_kmeans(**(arguments | change))
+
+
+def test_the_problem_with_a_nonfinite_row_is_named():
+    points = torch.zeros(3, 6, 2)
+    points[1, 5] = torch.nan
+    minibatch_kmeans(points, [6, 5, 6], [2, 2, 2], engine="torch")
+    for engine in ENGINES:
+        with pytest.raises(ValueError, match=r"points\[1\]"):
+            minibatch_kmeans(points, [6, 6, 6], [2, 2, 2], engine=engine)
+
+
+def test_scikit_learn_is_only_needed_by_its_engine(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
+    points = torch.randn(1, 20, 2)
+    with pytest.raises(ImportError, match="choose the engine 'torch'"):
+        minibatch_kmeans(points, [20], [2])
+    assert_valid(minibatch_kmeans(points, [20], [2], engine="torch"), [20], [2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cuda_engine_is_deterministic_and_as_good_as_scikit_learn(dtype):
+    lengths = [3000, 5000]
+    host = stack(latent_like, lengths, 48)
+    points, clusters = host.to("cuda", dtype), parents(lengths)
+    results = []
+    for seed in range(3):
+        labels = minibatch_kmeans(points, lengths, clusters, seed)
+        assert labels.is_cuda and torch.equal(labels, minibatch_kmeans(points, lengths, clusters, seed))
+        assert_valid(labels.cpu(), lengths, clusters)
+        reference = minibatch_kmeans(host, lengths, clusters, seed)
+        results.append(inertia(host, lengths, labels.cpu()) / inertia(host, lengths, reference))
+    assert (torch.stack(results).mean(0) - 1).abs().max() < 0.02
