@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 RUN = 8
-BLOCK = 16
+BLOCK = 8
 
 
 def power(n: int, least: int = 1) -> int:
@@ -46,7 +46,7 @@ class Plan:
 
     Attributes:
         route_teams, route_heads: teams and heads of a routing block; ``route_programs`` walk a sequence's blocks.
-        select_chunk: blocks of 16 teams sorted at a time; ``select_coarse``: maxima that give the lower bound.
+        select_chunk: blocks of 8 teams sorted at a time; ``select_coarse``: maxima that give the lower bound.
         attend_rows, attend_heads: rows and heads of an attention tile; ``shares`` programs split the rows;
             ``lanes`` rows are looked at in one go while the list is made.
         combine_values, combine_shares: the tile of partial sums read in one go.

@@ -1,4 +1,4 @@
-"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 16 teams.
+"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 8 teams.
 
 Algorithm 1, lines 3-7. Each program walks blocks of teams of one sequence and group. Teams are the rows of the matrix
 product, heads its columns. phi is kept, the noise is not: it is cheaper to draw again than to read back.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .draws import dot, gumbel_tile, sequence_key, split
 
-BLOCK = tl.constexpr(16)  # teams under one stored maximum
+BLOCK = tl.constexpr(8)  # teams under one stored maximum
 
 
 @triton.jit
@@ -42,36 +42,31 @@ def add_scores(
 ):  # fmt: skip
     """acc ``(T, heads)`` plus one key part's products; ``qb, lb`` are the second half of the dimensions (4 bits)."""
     row = team.to(tl.int64) * stride
-    if BITS == 16:
+    at = team.to(tl.int64) * (D // GROUP)
+    if BITS == 4:
+        half: tl.constexpr = D // 2
+        groups: tl.constexpr = half // GROUP
+        dim = tl.arange(0, BD // 2)
+        group = tl.arange(0, BD // 2 // GROUP)
+        ok = live[:, None] & (group < groups)[None, :]
+        c = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < half)[None, :], other=0)
+        low = dequantised((c & 15).to(tl.int32) - 8, scales, at, group, ok, dtype, GROUP)
+        high = dequantised((c >> 4).to(tl.int32) - 8, scales, at + groups, group, ok, dtype, GROUP)
+        acc = dot(low, qa, acc)
+        acc = dot(high, qb, acc)
+        if SPLIT:
+            acc = dot(low, la, acc)
+            acc = dot(high, lb, acc)
+    else:
         dim = tl.arange(0, BD)
-        k = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
+        k = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0)
+        if BITS == 8:
+            group = tl.arange(0, BD // GROUP)
+            ok = live[:, None] & (group < D // GROUP)[None, :]
+            k = dequantised(k, scales, at, group, ok, dtype, GROUP)
         acc = dot(k, qa, acc)
         if SPLIT:
             acc = dot(k, la, acc)
-        return acc
-    groups: tl.constexpr = D // GROUP
-    at = team.to(tl.int64) * groups
-    if BITS == 8:
-        dim = tl.arange(0, BD)
-        group = tl.arange(0, BD // GROUP)
-        c = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0)
-        k = dequantised(c, scales, at, group, live[:, None] & (group < groups)[None, :], dtype, GROUP)
-        acc = dot(k, qa, acc)
-        if SPLIT:
-            acc = dot(k, la, acc)
-        return acc
-    half: tl.constexpr = D // 2
-    dim = tl.arange(0, BD // 2)
-    group = tl.arange(0, BD // 2 // GROUP)
-    ok = live[:, None] & (group < groups // 2)[None, :]
-    c = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < half)[None, :], other=0)
-    low = dequantised((c & 15).to(tl.int32) - 8, scales, at, group, ok, dtype, GROUP)
-    high = dequantised((c >> 4).to(tl.int32) - 8, scales, at + groups // 2, group, ok, dtype, GROUP)
-    acc = dot(low, qa, acc)
-    acc = dot(high, qb, acc)
-    if SPLIT:
-        acc = dot(low, la, acc)
-        acc = dot(high, lb, acc)
     return acc
 
 
@@ -85,7 +80,7 @@ def route_kernel(
 ):  # fmt: skip
     """Program (i, head block, sequence * G + group) scores the team blocks i, i + programs, ... of T teams.
 
-    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 16)`` and clears ``flags (B G, MP)``, in the blocks that hold a
+    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 8)`` and clears ``flags (B G, MP)``, in the blocks that hold a
     real team; nothing beyond them is read later.
     """
     if PDL:

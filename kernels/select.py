@@ -1,7 +1,7 @@
 """Selection: each head's K largest noisy scores, its threshold, and the marks of its teams in the group's union.
 
 Algorithm 1, lines 8-9. One program a head. The (K+1)-st largest of the stored maxima bounds the threshold from below,
-so only the few blocks of 16 teams whose maximum reaches it are drawn again and sorted.
+so only the few blocks of 8 teams whose maximum reaches it are drawn again and sorted.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def select_kernel(
         total = tl.sum(wanted.to(tl.int32), 0)
         tl.store(blocks + slot, place, mask=wanted)
         tl.debug_barrier()
-        best = candidates(blocks, phi, 0, total, seed, g, h, now, layer, WIDTH, CHUNK, SHARED)
-        for i in range(CHUNK, total, CHUNK):
+        best = tl.full((WIDTH,), -(2**63), tl.int64)
+        for i in range(0, total, CHUNK):
             more = candidates(blocks, phi, i, total, seed, g, h, now, layer, WIDTH, CHUNK, SHARED)
             best = tl.topk(tl.reshape(tl.join(best, more), (2 * WIDTH,)), WIDTH)
         score, team = score_of(best), index_of(best)

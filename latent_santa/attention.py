@@ -21,11 +21,19 @@ class Draw:
         key: ``(B, 2)`` int64 Philox keys.
         step: ``(B,)`` int64, rows each sequence can see at this call.
         layer: layer index.
+        made: the draws themselves, ``(B, G, H, at least M)`` float32, where the caller made several layers' at once.
     """
 
     key: Tensor
     step: Tensor
     layer: int
+    made: Tensor | None = None
+
+    def gumbels(self, groups: int, heads: int, teams: int, shared: bool) -> Tensor:
+        """The call's Gumbel noise, ``(B, G, H, M)`` float32."""
+        if self.made is not None:
+            return self.made[..., :teams]
+        return gumbel_noise(self.key, self.step, self.layer, groups, heads, teams, shared)
 
 
 @dataclass
@@ -116,7 +124,7 @@ def sampled_attention(
     phi = routing_scores(query, teams, scale)
     batch, groups, heads, count = phi.shape
     shared = noise == "shared"
-    gumbels = gumbel_noise(draw.key, draw.step, draw.layer, groups, heads, count, shared)
+    gumbels = draw.gumbels(groups, heads, count, shared)
     picked = select(phi, gumbels, teams_per_head, estimator, shared)
     out, lse, union = attend_selected(query, rows, teams, suffix, picked, scale, heads * teams_per_head)
     return Output(out, lse, picked.routing, union, suffix.counts(batch)[:, None].expand(-1, groups))
@@ -178,7 +186,7 @@ def santa_attention(
     shared = noise == "shared"
     # a row's draw belongs to its place among real rows, so that padding does not move it
     rank = (prompt.long().cumsum(-1) - 1).clamp_min(0)[:, None, None].expand(-1, groups, heads, -1)
-    gumbels = gumbel_noise(draw.key, draw.step, draw.layer, groups, heads, length, shared).gather(3, rank)
+    gumbels = draw.gumbels(groups, heads, length, shared).gather(3, rank)
     picked = select(phi, gumbels, samples, estimator, shared)
     exact, values = _suffix_logits(query, rows, suffix, scale)
     logits = torch.cat((phi - picked.log_correction, exact), -1)

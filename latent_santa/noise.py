@@ -20,18 +20,10 @@ GROUP_STRIDE = 1 << 16
 SMALLEST, LARGEST = 2.0**-33, 1.0 - 2.0**-24
 
 
-def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low 32-bit words of a product of 32-bit words held in int64.
-
-    The product needs 64 unsigned bits, so it is formed from 16-bit halves of ``b``.
-    """
-    low = a * (b & 0xFFFF)
-    high = a * (b >> 16) + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
-
-
 def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 on broadcastable int64 tensors of 32-bit words.
+
+    Both products of a round are formed at once, in int64: the wrapped product has the bits of the unsigned one.
 
     Args:
         c0, c1, c2, c3: counter words.
@@ -40,13 +32,17 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: Tensor) -> tuple
     Returns:
         Four words, each of the broadcast shape.
     """
-    k0, k1 = key[..., 0], key[..., 1]
-    for _ in range(10):
-        high_a, low_a = _multiply(c0, ROUND_A)
-        high_b, low_b = _multiply(c2, ROUND_B)
-        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
-        k0, k1 = (k0 + WEYL_A) & MASK, (k1 + WEYL_B) & MASK
-    return c0, c1, c2, c3
+    k = torch.stack((key[..., 0], key[..., 1]))
+    c0, c1, c2, c3, _ = torch.broadcast_tensors(c0, c1, c2, c3, k[0])
+    tail = (1,) * (k.dim() - 1)
+    factor = torch.tensor((ROUND_B, ROUND_A), device=k.device).view(2, *tail)
+    weyl = torch.tensor((WEYL_A, WEYL_B), device=k.device).view(2, *tail)
+    even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
+    for turn in range(10):
+        product = even.flip(0) * factor
+        even = ((product >> 32) ^ odd ^ (k + weyl * turn)) & MASK
+        odd = product & MASK
+    return even[0], odd[0], even[1], odd[1]
 
 
 def uniform(word: Tensor) -> Tensor:
@@ -84,33 +80,32 @@ def noise_keys(seed: int, sequence_keys: Sequence[int], device: torch.device | s
     return torch.tensor([[key & MASK, key >> 32] for key in mixed], dtype=torch.int64, device=device)
 
 
-def gumbel_noise(key: Tensor, step: Tensor, layer: int, groups: int, heads: int, teams: int, shared: bool) -> Tensor:
-    """The noise of one layer's decoding call.
+def gumbel_noise(
+    key: Tensor, step: Tensor, layer: int | Tensor, groups: int, heads: int, teams: int, shared: bool
+) -> Tensor:
+    """The noise of one layer's decoding call, or of several layers' calls at one step.
 
     Args:
         key: ``(B, 2)`` from :func:`noise_keys`.
         step: ``(B,)`` int64, rows that each sequence can see at this call.
-        layer: layer index.
+        layer: layer index, or ``(L,)`` int64 of them.
         groups: G sharing groups.
         heads: H query heads a group, below 4 * 65536.
         teams: M, the team index is the counter's first word.
         shared: every head of a group takes the draw of its first head.
 
     Returns:
-        ``(B, G, H, M)`` float32; a stride-0 view over H when shared.
+        ``(B, G, H, M)`` float32, or ``(L, B, G, H, M)``; a stride-0 view over H when shared.
     """
     device = key.device
     quads = 1 if shared else -(-heads // 4)
     c0 = torch.arange(teams, device=device)
     c1 = torch.arange(groups, device=device)[:, None] * GROUP_STRIDE + torch.arange(quads, device=device)
+    c3 = torch.as_tensor(layer, device=device)
     words = philox(
-        c0,
-        c1[None, :, :, None],
-        step[:, None, None, None],
-        torch.tensor(layer, device=device),
-        key[:, None, None, None, :],
+        c0, c1[..., None], step[:, None, None, None], c3.view(*c3.shape, 1, 1, 1, 1), key[:, None, None, None, :]
     )
     if shared:
-        return gumbel(words[0]).expand(-1, -1, heads, -1)
-    word = torch.stack(torch.broadcast_tensors(*words), dim=3).flatten(2, 3)[:, :, :heads]
+        return gumbel(words[0]).expand(*(-1,) * (words[0].dim() - 2), heads, -1)
+    word = torch.stack(words, dim=-2).flatten(-3, -2)[..., :heads, :]
     return gumbel(word)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .rows import Rows
+
+# numbers in one piece of rows whose distances are formed at once
+PIECE, PIECE_CUDA = 1 << 22, 1 << 26
 
 
 @dataclass
@@ -55,6 +58,21 @@ class Teams:
         tensors = (self.members, self.starts, self.sizes, self.count, self.team_of_row, self.representative)
         return sum(t.numel() * t.element_size() for t in (*tensors, *self.routing_keys))
 
+    def split(self, parts: int) -> list[Teams]:
+        """Records of ``parts`` equal stretches of the batch, as views."""
+        size = self.count.shape[0] // parts
+
+        def part(number: int) -> Teams:
+            span = slice(number * size, (number + 1) * size)
+            return Teams(
+                *(t[span] for t in (self.members, self.starts, self.sizes, self.count, self.team_of_row)),
+                tuple(keys[span] for keys in self.routing_keys),
+                self.representative[span],
+                self.row_bound,
+            )
+
+        return [part(number) for number in range(parts)]
+
     def select_batch(self, index: Tensor) -> Teams:
         """Records of the sequences ``index (B',)``, for beam reordering, repetition and selection."""
 
@@ -69,13 +87,32 @@ class Teams:
         )
 
 
-def _squared_distance(points: Tensor, centers: Tensor, step: int = 1 << 22) -> Tensor:
-    """Row-wise squared Euclidean distances ``(Q, N)``, by direct differences, in pieces that bound the memory."""
-    rows = max(1, step // (points.shape[0] * points.shape[2]))
-    pieces = [
-        (points[:, i : i + rows] - centers[:, i : i + rows]).square().sum(-1) for i in range(0, points.shape[1], rows)
-    ]
+def _squared_distances(points: Tensor, centers: Tensor, index: Tensor) -> Tensor:
+    """Squared Euclidean distance of each row to one center, ``(Q, N)`` in :func:`_exact` precision.
+
+    Direct differences, which lose nothing to cancellation, in pieces that bound the memory.
+
+    Args:
+        points: ``(Q, N, D)``.
+        centers: ``(Q, C, D)`` or ``(C, D)`` shared by all partitions.
+        index: ``(Q, N)`` int64, each row's center.
+    """
+    numbers = PIECE_CUDA if points.is_cuda else PIECE
+    step = max(1, numbers // (points.shape[0] * points.shape[2]))
+    pieces = []
+    for start in range(0, points.shape[1], step):
+        rows, wanted = points[:, start : start + step], index[:, start : start + step]
+        if centers.dim() == 2:
+            own = centers[wanted]
+        else:
+            own = centers.gather(1, wanted[..., None].expand(-1, -1, centers.shape[-1]))
+        pieces.append((_exact(rows) - _exact(own)).square_().sum(-1))
     return torch.cat(pieces, 1)
+
+
+def _exact(points: Tensor) -> Tensor:
+    """Points in the precision of distances: float64 if they have it, else float32."""
+    return points if points.dtype == torch.float64 else points.float()
 
 
 class _Parents:
@@ -96,7 +133,7 @@ class _Parents:
         order = torch.argsort(self.slot.flatten(), stable=True)
         order = order[: int(self.sizes.sum())]
         sizes = self.sizes.clone()
-        return torch.segment_reduce(points.flatten(0, 1)[order], "mean", lengths=sizes, axis=0, unsafe=True)
+        return torch.segment_reduce(_exact(points.flatten(0, 1)[order]), "mean", lengths=sizes, axis=0, unsafe=True)
 
     def first_extreme(self, value: Tensor, allowed: Tensor, largest: bool) -> Tensor:
         """Each parent's row of extreme value among the allowed, the lowest index on ties; N where none is allowed."""
@@ -115,7 +152,7 @@ def assign_teams(points: Tensor, parents: Tensor, representatives: int) -> tuple
     """Algorithm 2 on every parent of every partition at once.
 
     Args:
-        points: ``(Q, N, D)`` float32 or float64, keys as cached, without normalisation.
+        points: ``(Q, N, D)``, keys as cached, without normalisation.
         parents: ``(Q, N)`` int64, -1 for rows that take no part.
         representatives: R.
 
@@ -125,8 +162,7 @@ def assign_teams(points: Tensor, parents: Tensor, representatives: int) -> tuple
     """
     groups = _Parents(parents)
     rows = points.shape[1]
-    own_mean = groups.mean(points)[groups.slot.clamp_max(max(groups.slots - 1, 0))]
-    from_mean = _squared_distance(points, own_mean)
+    from_mean = _squared_distances(points, groups.mean(points), groups.slot.clamp_max(max(groups.slots - 1, 0)))
     # two rows are equally far from their mean; rounding must not break that tie
     from_mean = from_mean.masked_fill(groups.sizes[groups.slot] == 2, 0.0)
     picked = groups.first_extreme(from_mean, groups.member, largest=False)
@@ -136,7 +172,7 @@ def assign_teams(points: Tensor, parents: Tensor, representatives: int) -> tuple
     for place in range(representatives):
         found = (picked < rows)[groups.slot] & groups.member
         row = picked[groups.slot].clamp_max(rows - 1)
-        distance = _squared_distance(points, points.gather(1, row[..., None].expand(-1, -1, points.shape[-1])))
+        distance = _squared_distances(points, points, row)
         # a strict comparison leaves ties with the representative chosen earlier
         closer = found & (distance < nearest)
         choice = torch.where(closer, place, choice)
@@ -158,25 +194,30 @@ def build_teams(rows: Rows, points: Tensor, parents: Tensor, representatives: in
         parents: ``(B, G, N)`` int64, -1 for padding rows.
         representatives: R.
     """
+    return freeze_representatives(form_teams(points, parents, representatives), rows)
+
+
+def form_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
+    """:func:`build_teams` without the routing keys; sequences of several layers may stand in one batch."""
     batch, groups, length = parents.shape
     flat = parents.flatten(0, 1)
-    values = points.flatten(0, 1)
-    values = values if values.dtype == torch.float64 else values.float()
-    choice, chosen = assign_teams(values, flat, representatives)
+    choice, chosen = assign_teams(points.flatten(0, 1), flat, representatives)
     # teams are numbered parent after parent, in the order their representatives were chosen
     label = torch.where(flat >= 0, flat * representatives + choice, -1)
     team, count = _renumber(label)
     records = _records(team.view(batch, groups, length), count.view(batch, groups))
-    representative = torch.full(records.sizes.shape, -1, dtype=torch.int64, device=parents.device)
     place = torch.where(chosen.view(batch, groups, length), records.team_of_row.long(), records.teams)
-    spare = torch.nn.functional.pad(representative, (0, 1))
+    spare = torch.full((batch, groups, records.teams + 1), -1, dtype=torch.int64, device=parents.device)
     index = torch.arange(length, device=parents.device).expand(batch, groups, length)
-    representative = spare.scatter_(2, place, index)[..., :-1]
-    keys = tuple(
-        part.gather(2, representative.clamp_min(0)[..., None].expand(-1, -1, -1, part.shape[-1])) for part in rows.keys
-    )
-    records.routing_keys, records.representative = keys, representative.int()
+    records.representative = spare.scatter_(2, place, index)[..., :-1].int()
     return records
+
+
+def freeze_representatives(teams: Teams, rows: Rows) -> Teams:
+    """Copy the representatives' keys out of the cache ``rows``; padding teams get row 0's."""
+    index = teams.representative.long().clamp_min(0)[..., None]
+    keys = tuple(part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in rows.keys)
+    return replace(teams, routing_keys=keys)
 
 
 def build_centroids(rows: Rows, parents: Tensor) -> Teams:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from latent_santa.attention import Draw, Output, dense_attention, sampled_attention, santa_attention
+from latent_santa.noise import gumbel_noise
 from latent_santa.rows import Rows
 
 from .backend import triton_attention
@@ -18,6 +19,8 @@ from .control import Call, Controller
 from .families import Adapter
 
 NAME = "latent_santa"
+# Gumbel draws made at once
+NOISE_NUMBERS = 1 << 23
 
 
 class PatchedLayer:
@@ -26,6 +29,10 @@ class PatchedLayer:
     def __init__(self, adapter: Adapter, controller: Controller, config: Any) -> None:
         self.adapter, self.controller, self.model_config = adapter, controller, config
         self.layer: int = adapter.module.layer_idx
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedLayer:
+        # the copy's generate and hooks would run the original
+        raise RuntimeError("a patched model cannot be copied: unpatch it first, then copy it and patch the copy")
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         call = self.controller.call
@@ -72,8 +79,30 @@ class PatchedLayer:
         if self.layer == 0 and teams.teams <= config.teams_per_head:
             call.full = True
             self.controller.full_calls += 1
-        attend = triton_attention(config.backend, parts, rows, teams) or sampled_attention
+        attend = triton_attention(config.backend, parts, rows, teams)
+        if attend is None:
+            attend = sampled_attention
+            if teams.teams > config.teams_per_head:
+                draw.made = self._noise(call, draw, *parts[0].shape[1:3])
         return attend(parts, rows, teams, suffix, draw, teams_per_head=config.teams_per_head, **options)
+
+    def _noise(self, call: Call, draw: Draw, groups: int, heads: int) -> Tensor:
+        """This layer's draws. The following layers' are made with it: one layer's take more launches than time."""
+        if self.layer not in call.noise:
+            stop, most = self.layer, 0
+            for cache in call.layers[self.layer :]:
+                teams = cache.grouped.teams
+                if teams is None or cache.keys.device != draw.key.device or cache.keys.shape[1] != groups:
+                    break
+                most = max(most, teams.teams)
+                if stop > self.layer and (stop + 1 - self.layer) * len(draw.key) * groups * heads * most > NOISE_NUMBERS:
+                    break
+                stop += 1
+            layers = torch.arange(self.layer, stop, device=draw.key.device)
+            shared = self.controller.config.noise == "shared"
+            made = gumbel_noise(draw.key, draw.step, layers, groups, heads, most, shared)
+            call.noise = dict(zip(range(self.layer, stop), made, strict=True))
+        return call.noise.pop(self.layer)
 
     @staticmethod
     def _dense_counts(call: Call, rows: Rows) -> Tensor:

@@ -39,10 +39,11 @@ def triton_attention(backend: str, query: tuple[Tensor, ...], rows: Rows, teams:
 def _load() -> tuple[Any, str | None]:
     try:
         from latent_santa import kernels
-    except ImportError as error:
+
+        if not hasattr(kernels, "sampled_attention"):
+            return None, "this build has no Triton kernels"
+    except ImportError as error:  # the package loads its operators, and Triton with them, when they are asked for
         return None, f"{error} (install the extra: latent-santa[gpu])"
-    if not hasattr(kernels, "sampled_attention"):
-        return None, "this build has no Triton kernels"
     return kernels, None
 
 

@@ -34,6 +34,7 @@ class Call:
         visible: ``(B, L)`` bool over all rows including this call's, or None when all are real.
         step: ``(B,)`` int64, rows that each sequence sees at its last token.
         full: whether it was sparse and K covered every team, which is dense attention.
+        noise: Gumbel draws made ahead, by layer.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Call:
     visible: Tensor | None = None
     step: Tensor | None = None
     full: bool = False
+    noise: dict[int, Tensor] = field(default_factory=dict)
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     @property

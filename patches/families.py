@@ -67,7 +67,7 @@ def _adapter(name: str, module: Any) -> Adapter:
     """The adapter of one attention module, or the reason why it cannot have one."""
     kind = type(module).__name__
     # some classes read the window from their configuration when they are called
-    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
     scope = vars(sys.modules[type(module).__module__])
     reason = None
     if "ALL_ATTENTION_FUNCTIONS" not in scope:

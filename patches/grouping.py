@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from latent_santa.config import SantaConfig
 from latent_santa.parents import form_parents
-from latent_santa.teams import Teams, build_centroids, build_teams, join_teams
+from latent_santa.teams import Teams, build_centroids, form_teams, freeze_representatives, join_teams
 
 from .cache_layer import Grouped, TeamLayer
 from .families import Adapter
+
+# numbers in the stack of several layers' points: half a gigabyte in bfloat16
+STACKED_NUMBERS = 1 << 28
 
 
 def group_waiting(layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, config: SantaConfig) -> None:
@@ -52,18 +55,31 @@ def _member(visible: Tensor | None, batch: int, start: int, stop: int, device: t
 
 def _build(
     layers: Sequence[TeamLayer], adapters: Sequence[Adapter], numbers: list[int], member: Tensor, config: SantaConfig
-) -> list[Teams]:
+) -> Iterator[Teams]:
+    """Teams of several layers, in the order of ``numbers``."""
     stop = member.shape[-1]
     points = [adapters[n].points(layers[n].keys)[:, :, :stop] for n in numbers]
+    rows = [adapters[n].rows(layers[n].keys[:, :, :stop], layers[n].values[:, :, :stop]) for n in numbers]
     parents = form_parents(points, member, config)
-    built = []
-    for n, part, points_of_layer in zip(numbers, parents, points, strict=True):
-        rows = adapters[n].rows(layers[n].keys[:, :, :stop], layers[n].values[:, :, :stop])
-        if config.method == "centroid":
-            built.append(build_centroids(rows, part))
-        else:
-            built.append(build_teams(rows, points_of_layer, part, config.representatives))
-    return built
+    if config.method == "centroid":
+        yield from map(build_centroids, rows, parents)
+        return
+    for part in _stackable(points):
+        # one pass over many layers: their own passes would be too short to fill a GPU
+        stacked = form_teams(torch.cat(points[part]), torch.cat(parents[part]), config.representatives)
+        yield from map(freeze_representatives, stacked.split(len(points[part])), rows[part])
+
+
+def _stackable(points: list[Tensor]) -> Iterator[slice]:
+    """Runs of layers of one shape that fit in the memory set aside for a stack of them."""
+    start = 0
+    while start < len(points):
+        most = max(1, STACKED_NUMBERS // max(points[start].numel(), 1))
+        stop = start + 1
+        while stop < len(points) and stop - start < most and points[stop].shape == points[start].shape:
+            stop += 1
+        yield slice(start, stop)
+        start = stop
 
 
 def _extended(old: Grouped, teams: Teams | None, start: int, stop: int, config: SantaConfig) -> Grouped:

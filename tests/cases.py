@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +63,13 @@ class Case:
         self, b: int, g: int, k: int, estimator: str = "per_head", noise: str = "independent", method: str = "santa++"
     ) -> ref.GroupOutput:
         """One sequence and group by the reference, which sees the real rows alone."""
+        inputs = self.reference_inputs(b, g, k, estimator, noise, method)
+        return (ref.santa_group if method == "santa" else ref.attention_group)(**inputs)
+
+    def reference_inputs(
+        self, b: int, g: int, k: int, estimator: str = "per_head", noise: str = "independent", method: str = "santa++"
+    ) -> dict[str, Any]:
+        """Arguments of the reference's `attention_group` or `santa_group`."""
         real = self.prompt[b].nonzero()[:, 0].tolist()
         place = range(self.suffix.index.numel())
         seen = [e for e in place if self.suffix.visible is None or bool(self.suffix.visible[b, e])]
@@ -73,16 +81,15 @@ class Case:
         teams = ref.build_teams(_array(self.points[b, g])[real], parents, self.representatives)
         shared = noise == "shared"
         number = len(real) if method == "santa" else len(teams)
-        draws = reference_noise(self.draw, b, g, len(queries), number, shared)
+        inputs = {
+            "queries": queries, "keys": keys, "values": values, "suffix": suffix, "scale": self.scale,
+            "noise": reference_noise(self.draw, b, g, len(queries), number, shared),
+            "estimator": estimator, "shared": shared,
+        }  # fmt: skip
         if method == "santa":
-            return ref.santa_group(
-                queries, keys, values, range(len(real)), suffix, self.scale, k, draws, estimator, shared
-            )
+            return {**inputs, "prompt": range(len(real)), "budget": k}
         frozen = _joined(self.frozen, b, g)[real]
-        routing_keys = [frozen[team.representative] for team in teams]
-        return ref.attention_group(
-            queries, keys, values, teams, routing_keys, suffix, self.scale, k, draws, estimator, shared
-        )
+        return {**inputs, "teams": teams, "routing_keys": [frozen[team.representative] for team in teams], "k": k}
 
 
 def _array(part: Tensor) -> ref.Array:

@@ -12,7 +12,7 @@ import torch
 from latent_santa.attention import Suffix, dense_attention, sampled_attention, union_rows
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows, scores
-from latent_santa.teams import build_centroids
+from latent_santa.teams import build_centroids, build_teams
 
 from . import reference as ref
 from .cases import make_case, reference_noise
@@ -154,13 +154,13 @@ def test_sequence_alone_equals_sequence_in_a_padded_batch(layout, estimator, met
         keys = tuple(part[b : b + 1, :, cut] for part in case.rows.keys)
         frozen = Rows(tuple(part[b : b + 1, :, cut] for part in case.frozen), case.points[b : b + 1, :, cut])
         member = torch.ones(1, n, dtype=torch.bool)
-        parents = contiguous_parents(member, 4).expand(-1, keys[0].shape[1], -1)
+        parents = contiguous_parents(member, case.parent_size).expand(-1, keys[0].shape[1], -1)
         alone = replace(
             case,
             query=tuple(part[b : b + 1] for part in case.query),
             rows=Rows(keys, keys[0] if LAYOUTS[layout]["layout"] == "mla" else case.rows.values[b : b + 1, :, cut]),
             prompt=member,
-            teams=type(case.teams).select_batch(_rebuilt(frozen, parents), torch.tensor([0])),
+            teams=build_teams(frozen, frozen.keys[0], parents, case.representatives),
             suffix=Suffix(torch.arange(n, n + 2)),
             draw=replace(case.draw, key=case.draw.key[b : b + 1], step=case.draw.step[b : b + 1]),
         ).run(4, estimator, "independent", method)
@@ -170,32 +170,48 @@ def test_sequence_alone_equals_sequence_in_a_padded_batch(layout, estimator, met
         torch.testing.assert_close(alone.lse[0], together.lse[b], rtol=5e-6, atol=5e-6)
 
 
-def _rebuilt(rows, parents):
-    from latent_santa.teams import build_teams
-
-    return build_teams(rows, rows.keys[0], parents, 2)
+def integer_case(seed, size, offset=0.0):
+    """Integer rows and queries, so that float32 holds every score exactly and only log c_g is rounded."""
+    case = make_case("mla", heads=3, lengths=(21, 34), suffix=2, seed=seed, scale=1.0)
+    for part in (*case.query, *case.rows.keys, *case.frozen, case.points):
+        part.mul_(size).round_()
+    for part in (case.query[1], case.rows.keys[1], case.frozen[1]):
+        part[..., 0] = offset
+    parents = contiguous_parents(case.prompt, case.parent_size)
+    return replace(case, teams=build_teams(Rows(case.frozen, case.frozen[0]), case.points, parents, 2))
 
 
 @pytest.mark.parametrize("method", ["santa++", "santa"])
 @pytest.mark.parametrize("noise", ["independent", "shared"])
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
-def test_huge_scores(estimator, noise, method):
-    """Scores around 1e4, integers so that float32 holds them exactly: what is left is the rounding of log c_g."""
+def test_scores_around_ten_thousand(estimator, noise, method):
     for seed in range(3):
-        case = make_case("mla", heads=3, lengths=(21, 34), suffix=2, seed=seed, scale=1.0)
-        for part in (*case.query, *case.rows.keys, *case.frozen, *case.teams.routing_keys, case.points):
-            part.mul_(40).round_()
-        exact = scores(case.query, case.rows.keys, 1.0)
-        # the points the teams were built on are 40 times coarser now, but their order of distances need not change
-        case = replace(case, teams=_rebuilt_teams(case))
-        assert float(exact.abs().max()) > 1e4
+        case = integer_case(seed, 2, offset=100.0)
+        assert float(scores(case.query, case.rows.keys, 1.0)[0].min()) > 9000
         output = case.run(4, estimator, noise, method)
-        assert bool(output.out.isfinite().all()) and bool(output.lse.isfinite().all())
         assert_equals_reference(case, output, 4, estimator, noise, method, tolerance=2e-3)
 
 
-def _rebuilt_teams(case):
-    return _rebuilt(Rows(case.frozen, case.frozen[0]), contiguous_parents(case.prompt, case.parent_size))
+@pytest.mark.parametrize("noise", ["independent", "shared"])
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_scores_ten_thousand_apart(estimator, noise):
+    """Sampled rows may all lie thousands below the best row, so the scaling must follow the sampled ones."""
+    lowest = 0.0
+    for seed in range(3):
+        case = integer_case(seed, 50)
+        output = case.run(4, estimator, noise)
+        for b, h in itertools.product(range(2), range(3)):
+            inputs = case.reference_inputs(b, 0, 4, estimator, noise)
+            with np.errstate(all="ignore"):  # the reference's own sums are scaled by the best row, and underflow
+                group = ref.attention_group(**inputs)
+            weights = ref.row_log_weights(inputs["teams"], group.log_corrections[h], inputs["suffix"])
+            query, keys, values = inputs["queries"][h], inputs["keys"], inputs["values"]
+            shift = max(ref.score(query, keys[i], 1.0) + weight for i, weight in weights.items())
+            total, mass = ref.weighted_sums(query, keys, values, weights, 1.0, shift)
+            np.testing.assert_allclose(output.out[b, 0, h].double().numpy(), total / mass, rtol=5e-3, atol=5e-3)
+            assert float(output.lse[b, 0, h]) == pytest.approx(np.log(mass) + shift, rel=1e-6, abs=5e-3)
+            lowest = min(lowest, shift - group.shift[h])
+    assert lowest < -4000  # a head whose every sampled row lies that far down was among the cases
 
 
 @pytest.mark.parametrize("method", ["santa++", "santa"])

@@ -28,20 +28,20 @@ def exact_log_inclusion(x: float) -> float:
 
 
 # both sides of every place where a formula might change over, and the ends
-POINTS = [-1e4, -3000.5, -745.5, -120.0, -104.0, -88.0, -87.0, -40.0, -20.0, -16.7, -10.001, -10.0, -9.999, -5.0, -2.5,
+POINTS = [-1e4, -745.5, -120.0, -104.0, -88.0, -87.0, -40.0, -20.0, -16.7, -10.001, -10.0, -9.999, -5.0, -2.5,
           -1.0, -0.5, -0.3665, -0.25, 0.0, 0.25, 1.0, 2.0, 2.8, 3.0, 4.6, 10.0, 88.0, 89.0, 700.0, 1e4]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_log_inclusion(dtype):
+def test_log_inclusion():
     """The absolute error of log c is the relative error of c: a few units in the last place, down to c = e^-10000."""
-    x = torch.tensor(POINTS, dtype=dtype)
+    x = torch.tensor(POINTS, dtype=torch.float32)
     expected = torch.tensor([exact_log_inclusion(value) for value in x.tolist()], dtype=torch.float64)
-    error = (log_inclusion(x).double() - expected).abs()
-    # float64 pays for the series' next term, e^2x / 24, too
-    unit = max(torch.finfo(dtype).eps, 1e-10 if dtype == torch.float64 else 0)
-    assert bool((error <= 4 * unit * (1 + expected.abs())).all()), error / (1 + expected.abs())
-    assert bool((log_inclusion(x) <= 0).all())
+    # float64 is as good as the first term that the series leaves out, e^2x / 24
+    for points, unit in ((x, torch.finfo(torch.float32).eps), (x.double(), 3e-11)):
+        found = log_inclusion(points)
+        assert found.dtype == points.dtype and bool((found <= 0).all())
+        error = (found.double() - expected).abs() / (1 + expected.abs())
+        assert bool((error <= 4 * unit).all()), error
 
 
 def test_log_inclusion_dense_sweep():

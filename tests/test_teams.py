@@ -8,7 +8,7 @@ import torch
 
 from latent_santa.parents import contiguous_parents, requested_parents
 from latent_santa.rows import Rows
-from latent_santa.teams import Teams, build_centroids, build_teams, join_teams
+from latent_santa.teams import Teams, build_centroids, build_teams, form_teams, freeze_representatives, join_teams
 
 from . import reference as ref
 from .cases import check_records, team_lists
@@ -175,18 +175,30 @@ def test_bfloat16_rows():
     assert team_lists(teams, 0, 0) == expected_teams(keys, member, labels, 4, 0, 0)[0]
 
 
-def test_many_rows_in_pieces(monkeypatch):
-    """Distances are formed in pieces; where a piece ends must not show."""
-    from latent_santa import teams as module
+def test_many_rows_in_pieces():
+    """A large batch measures its distances in pieces of rows; where a piece ends must not show."""
+    keys = random_keys("normal", 32, 2, 300, 512, 5)
+    labels = contiguous_parents(torch.ones(32, 300, dtype=torch.bool), 16).expand(-1, 2, -1)
+    whole = build_teams(Rows((keys,), keys), keys, labels, 3)
+    for b in (0, 31):
+        alone = build_teams(Rows((keys[b : b + 1],), keys[b : b + 1]), keys[b : b + 1], labels[b : b + 1], 3)
+        assert alone.members[0].equal(whole.members[b]) and alone.representative[0].equal(whole.representative[b])
 
-    keys = random_keys("normal", 2, 1, 50, 3, 5)
-    member = random_member(2, 50, 5)
-    labels = contiguous_parents(member, 10)
-    whole = make_teams(keys, member, labels, 3)
-    original = module._squared_distance
-    monkeypatch.setattr(module, "_squared_distance", lambda a, b: original(a, b, step=42))
-    pieces = make_teams(keys, member, labels, 3)
-    assert pieces.members.equal(whole.members) and pieces.representative.equal(whole.representative)
+
+def test_layers_stacked_in_one_batch_split_again():
+    """Teams of several layers formed at once are those of each layer, with its own frozen keys."""
+    layers = [random_keys("normal", 2, 2, 30, 3, seed) for seed in range(3)]
+    member = random_member(2, 30, 4)
+    labels = contiguous_parents(member, 8).expand(-1, 2, -1)
+    stacked = form_teams(torch.cat(layers), labels.repeat(3, 1, 1), 2)
+    for keys, part in zip(layers, stacked.split(3), strict=True):
+        rows = Rows((keys, keys.neg()), keys)
+        frozen, alone = freeze_representatives(part, rows), build_teams(rows, keys, labels, 2)
+        check_records(frozen, member)
+        for b in range(2):
+            for g in range(2):
+                assert team_lists(frozen, b, g) == team_lists(alone, b, g)
+        assert all(one.equal(two) for one, two in zip(frozen.routing_keys, alone.routing_keys, strict=True))
 
 
 @pytest.mark.parametrize("labelled", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,7 +69,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2-q_lora": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, **DENSE_FFN, "q_lora_rank": 12}),
     "deepseek_v2-yarn": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, **DENSE_FFN, "rope_parameters": YARN}),
     "deepseek_v2-bias": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, **DENSE_FFN, "attention_bias": True}),
-    "deepseek_v2-experts": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, **EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v2-experts": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**LATENT, **EXPERTS, "first_k_dense_replace": 1},
+    ),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**LATENT, **DENSE_FFN, "rope_interleave": True}),
     "deepseek_v3-plain_rope": (
         "DeepseekV3Config",
@@ -168,7 +171,7 @@ def prompt(length: int, batch: int = 1, seed: int = 0) -> Tensor:
 
 
 def padded(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Left-padded token ids and attention mask ``(batch, longest)``; sequence b is ``prompt(lengths[b], seed=seed + b)``."""
+    """Left-padded ids and attention mask ``(batch, longest)``; sequence b is ``prompt(lengths[b], seed=seed + b)``."""
     longest = max(lengths)
     ids, mask = torch.full((len(lengths), longest), PAD), torch.zeros(len(lengths), longest, dtype=torch.long)
     for b, length in enumerate(lengths):
@@ -177,7 +180,9 @@ def padded(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def generate(model: PreTrainedModel, ids: Tensor | None, new: int = 6, cache: Cache | None = None, **kwargs: Any) -> Any:
+def generate(
+    model: PreTrainedModel, ids: Tensor | None, new: int = 6, cache: Cache | None = None, **kwargs: Any
+) -> Any:
     """Greedy generation unless ``kwargs`` say otherwise; an output with ``sequences``, ``scores`` and the cache."""
     if cache is not None:
         kwargs[cache_name(model)] = cache
@@ -190,7 +195,7 @@ def generate(model: PreTrainedModel, ids: Tensor | None, new: int = 6, cache: Ca
 def decode_by_hand(
     model: PreTrainedModel, ids: Tensor, new: int, cache: Cache | None = None, **kwargs: Any
 ) -> tuple[Tensor, list[Tensor], Cache]:
-    """Greedy decoding by calling the model itself: new tokens ``(batch, new)``, a score tensor a step, and the cache."""
+    """Greedy decoding by calling the model itself: new tokens ``(batch, new)``, each step's scores, and the cache."""
     name, tokens, scores = cache_name(model), [], []
     with torch.no_grad():
         output = model(ids, use_cache=True, **({name: cache} if cache is not None else {}), **kwargs)
@@ -223,22 +228,3 @@ def assert_close(found: Any, wanted: Any, tolerance: float = 1e-4) -> None:
     assert len(found) == len(wanted) > 0
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
-def counted_calls(target: Any, name: str, calls: list[Any]) -> Callable[[], None]:
-    """Note the tensor shapes of every call of a method on one instance; the result puts the method back."""
-    original = getattr(target, name)
-    had = name in target.__dict__
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(tuple(tuple(a.shape) for a in args if isinstance(a, Tensor)))
-        return original(*args, **kwargs)
-
-    target.__dict__[name] = noted
-
-    def undo() -> None:
-        target.__dict__[name] = original
-        if not had:
-            del target.__dict__[name]
-
-    return undo

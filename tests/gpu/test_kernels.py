@@ -1,0 +1,142 @@
+"""The kernels on a CUDA device against their PyTorch twin: dtypes, sizes and behaviour the interpreter cannot show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from latent_santa.kernels import Workspace
+
+from ..kernel_cases import Call, compare, make_call
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+# rounding: scores, weights and sums in float32; 16-bit rows with a 16-bit query round the weights to 16 bits
+EXACT, HALF, BRAIN = 2e-5, 2e-3, 1e-2
+MLA: dict[str, Any] = {"layout": "mla", "dims": (512, 64), "scale": 0.06}
+GQA: dict[str, Any] = {"layout": "gqa", "dims": (128,), "scale": 0.12}
+
+
+def check(call: Call, k: int, tolerance: float, over: dict[str, Any] | None = None) -> None:
+    workspace = Workspace(over or {})
+    for estimator in ("per_head", "pooled"):
+        for noise in ("independent", "shared"):
+            want = call.twin(k, estimator, noise)
+            call.kernels(k, workspace, estimator, noise)
+            workspace.poison()
+            compare(call.kernels(k, workspace, estimator, noise), want, tolerance)
+
+
+@pytest.mark.parametrize("heads", [1, 14, 16])
+@pytest.mark.parametrize(
+    ("dtype", "query_dtype", "tolerance"),
+    [
+        (torch.bfloat16, torch.bfloat16, BRAIN),
+        (torch.bfloat16, torch.float32, EXACT),
+        (torch.float16, torch.float16, HALF),
+        (torch.float16, torch.float32, EXACT),
+    ],
+)
+def test_mla(heads: int, dtype: torch.dtype, query_dtype: torch.dtype, tolerance: float) -> None:
+    call = make_call(
+        heads=heads, lengths=(2500, 1111), suffix=37, hidden=3, dtype=dtype, query_dtype=query_dtype, device="cuda", **MLA
+    )
+    check(call, 8, tolerance)
+
+
+def test_mla_float32() -> None:
+    check(make_call(heads=5, lengths=(700, 500), dtype=torch.float32, device="cuda", **MLA), 8, EXACT)
+
+
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
+def test_mla_128_heads(query_dtype: torch.dtype) -> None:
+    call = make_call(heads=128, lengths=(4000,), dtype=torch.bfloat16, query_dtype=query_dtype, device="cuda", **MLA)
+    check(call, 4, BRAIN if query_dtype == torch.bfloat16 else EXACT)
+
+
+@pytest.mark.parametrize(("groups", "heads", "dim"), [(4, 7, 128), (2, 1, 64), (1, 5, 96), (2, 8, 256)])
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
+def test_gqa(groups: int, heads: int, dim: int, query_dtype: torch.dtype) -> None:
+    call = make_call(
+        layout="gqa", dims=(dim,), groups=groups, heads=heads, lengths=(3000, 1700), suffix=11, hidden=2,
+        dtype=torch.bfloat16, query_dtype=query_dtype, scale=dim**-0.5, device="cuda",
+    )  # fmt: skip
+    check(call, 16, BRAIN if query_dtype == torch.bfloat16 else EXACT)
+
+
+@pytest.mark.parametrize("k", [1, 5, 100, 200])
+def test_budgets(k: int) -> None:
+    call = make_call(heads=7, groups=2, lengths=(3000, 700), dtype=torch.bfloat16, device="cuda", **GQA)
+    check(call, k, EXACT)
+
+
+@pytest.mark.parametrize("routing_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", [MLA, GQA], ids=["mla", "gqa"])
+def test_routing_dtypes(layout: dict[str, Any], query_dtype: torch.dtype, routing_dtype: str) -> None:
+    call = make_call(
+        heads=14, lengths=(2500, 1111), dtype=torch.bfloat16, query_dtype=query_dtype, device="cuda",
+        routing_dtype=routing_dtype, **layout,
+    )  # fmt: skip
+    check(call, 8, BRAIN if query_dtype == torch.bfloat16 else EXACT)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 33, 128])
+def test_shares(shares: int) -> None:
+    call = make_call(heads=16, lengths=(1500,), dtype=torch.bfloat16, device="cuda", **MLA)
+    check(call, 4, EXACT, {"shares": shares})
+
+
+def test_rows_beyond_two_to_the_31st_element() -> None:
+    """The last rows of the buffer lie behind 2**31 elements; the prompt is all of it."""
+    length, width = 4_200_000, 512
+    cache = torch.zeros(1, 1, length, width, dtype=torch.float16, device="cuda")
+    small = make_call(heads=4, lengths=(1000,), suffix=0, dtype=torch.float16, device="cuda", **MLA)
+    rotary = torch.zeros(1, 1, length, 64, dtype=torch.float16, device="cuda")
+    rows = small.rows
+    cache[:, :, -1000:], rotary[:, :, -1000:] = rows.keys[0], rows.keys[1]
+    shift = length - 1000
+    teams = small.teams
+    want = small.twin(8)
+    far = type(teams)(**{**vars(teams), "team_of_row": torch.nn.functional.pad(teams.team_of_row, (shift, 0), value=-1)})
+    moved = Call(small.query, type(rows)((cache, rotary), cache), far, small.suffix, small.draw, small.scale)
+    got = moved.kernels(8, Workspace())
+    compare(got, want, EXACT)
+
+
+def test_graph_replays_draw_fresh_noise() -> None:
+    call = make_call(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda", **MLA)
+    workspace = Workspace()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call.kernels(8, workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = call.kernels(8, workspace)
+    seen = []
+    for _ in range(3):
+        workspace.poison()
+        graph.replay()
+        compare(held, call.twin(8), EXACT)
+        seen.append(held.out.clone())
+        call.draw.step += 1
+    assert not torch.allclose(seen[0], seen[1]) and not torch.allclose(seen[1], seen[2])
+    call.draw.key += 1
+    graph.replay()
+    compare(held, call.twin(8), EXACT)
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    call = make_call(heads=16, lengths=(5000, 4000), dtype=torch.bfloat16, device="cuda", **MLA)
+    workspace = Workspace()
+    first = call.kernels(32, workspace)
+    for _ in range(20):
+        workspace.poison()
+        again = call.kernels(32, workspace)
+        assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)

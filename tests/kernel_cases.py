@@ -1,0 +1,117 @@
+"""Decoding calls for the kernels' tests: odd sizes, caches that are views of larger buffers, any device and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latent_santa.attention import Draw, Output, Suffix, sampled_attention
+from latent_santa.kernels import Workspace
+from latent_santa.noise import noise_keys
+from latent_santa.parents import contiguous_parents
+from latent_santa.quantise import quantise_parts
+from latent_santa.rows import Rows
+from latent_santa.teams import Teams, build_teams
+
+# small blocks, so that small cases have several of everything
+SMALL: dict[str, Any] = {
+    "route_teams": 16, "route_programs": 2, "select_chunk": 4, "select_coarse": 16, "attend_rows": 16, "lanes": 64,
+    "shares": 3, "combine_shares": 2,
+}  # fmt: skip
+
+
+@dataclass
+class Call:
+    """The arguments of one call, for the kernels and for their PyTorch twin."""
+
+    query: tuple[Tensor, ...]
+    rows: Rows
+    teams: Teams
+    suffix: Suffix
+    draw: Draw
+    scale: float
+
+    def kernels(self, k: int, workspace: Workspace, estimator: str = "per_head", noise: str = "independent") -> Output:
+        from latent_santa.kernels import sampled_attention as operator
+
+        return operator(
+            self.query, self.rows, self.teams, self.suffix, self.draw, scale=self.scale, teams_per_head=k,
+            estimator=estimator, noise=noise, workspace=workspace,
+        )  # fmt: skip
+
+    def twin(self, k: int, estimator: str = "per_head", noise: str = "independent") -> Output:
+        """PyTorch's operator on float32 copies: the same numbers, without 16-bit rounding on the way."""
+        query = tuple(part.float() for part in self.query)
+        return sampled_attention(
+            query, self.rows, self.teams, self.suffix, self.draw, scale=self.scale, teams_per_head=k,
+            estimator=estimator, noise=noise,
+        )  # fmt: skip
+
+
+def make_call(
+    layout: str = "mla",
+    heads: int = 4,
+    groups: int = 1,
+    lengths: Sequence[int] = (150,),
+    suffix: int = 5,
+    hidden: int = 0,
+    dims: tuple[int, ...] = (32, 16),
+    values: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    query_dtype: torch.dtype = torch.float32,
+    parent_size: int = 16,
+    representatives: int = 4,
+    routing_dtype: str = "model",
+    device: str = "cpu",
+    scale: float = 0.3,
+    seed: int = 0,
+    spare: int = 7,
+) -> Call:
+    """Draw a call. ``hidden`` leading suffix rows of every sequence but the first are padding. Padding rows of the
+    prompt hold a large number, and the ``spare`` rows that the cache's buffer has room for hold NaN."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    batch, prompt = len(lengths), max(lengths)
+    real = torch.arange(prompt, device=device) >= prompt - torch.tensor(lengths, device=device)[:, None]
+
+    def buffer(width: int) -> Tensor:
+        whole = normal(batch, groups, prompt + suffix + spare, width).to(dtype)
+        whole[:, :, prompt + suffix :] = float("nan")
+        whole[:, :, :prompt].masked_fill_(~real[:, None, :, None], 30.0)
+        return whole[:, :, : prompt + suffix]
+
+    keys = tuple(buffer(d) for d in (dims if layout == "mla" else dims[:1]))
+    rows = Rows(keys, keys[0] if layout == "mla" else buffer(values or dims[0]))
+    before = Rows(tuple(part[:, :, :prompt] for part in keys), rows.values[:, :, :prompt])
+    points = before.keys[0].float().masked_fill(~real[:, None, :, None], 0.0)
+    parents = contiguous_parents(real, parent_size).expand(-1, groups, -1)
+    teams = build_teams(before, points, parents, representatives)
+    teams.routing_keys = quantise_parts(teams.routing_keys, routing_dtype)  # type: ignore[assignment]
+    visible = None
+    if hidden:
+        visible = torch.ones(batch, suffix, dtype=torch.bool, device=device)
+        visible[1:, :hidden] = False
+    exact = Suffix(torch.arange(prompt, prompt + suffix, device=device), visible)
+    key = noise_keys(seed + 17, [5 * b + 2 for b in range(batch)], device)
+    step = real.sum(-1) + exact.counts(batch)
+    query = tuple(normal(batch, groups, heads, part.shape[-1]).to(query_dtype) for part in keys)
+    return Call(query, rows, teams, exact, Draw(key, step, 3), scale)
+
+
+def compare(got: Output, want: Output, tolerance: float) -> None:
+    """Outputs agree relative to the output's norm, log masses absolutely, row counts exactly."""
+    for name in ("routing", "union", "suffix"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert got.out.dtype == got.lse.dtype == torch.float32
+    assert got.out.shape == want.out.shape and got.lse.shape == want.lse.shape
+    error = (got.out - want.out).norm(dim=-1) / want.out.norm(dim=-1)
+    assert bool((error <= tolerance).all()), f"relative error {float(error.max()):.2e} above {tolerance:.0e}"
+    gap = (got.lse - want.lse).abs().max()
+    assert bool(gap <= 2 * tolerance + 2e-5), f"log mass differs by {float(gap):.2e}"

@@ -1,0 +1,208 @@
+"""Builtin prompts: every task at four lengths, its promises, its independence of n, and its smallest length."""
+
+from __future__ import annotations
+
+import re
+from itertools import permutations
+
+import pytest
+from tests.eval_support import tokenizer
+
+from latent_santa.eval.errors import EvalError
+from latent_santa.eval.render import Renderer
+from latent_santa.eval.rows import Row
+from latent_santa.eval.sources import builtin, words
+from latent_santa.eval.sources.fitting import TooShort, largest_fit
+from latent_santa.eval.sources.haystack import open_haystack, split_sentences
+from latent_santa.eval.sources.tasks import BUILTIN, OFFICIAL, mean_label, resolve_tasks
+
+LENGTHS = (256, 512, 1024, 4096)
+PROSE = open_haystack("prose")
+
+# Whole documents and pairs of UUIDs are long units; below 1024 tokens one may not fit although 10 % are left.
+LONG_UNITS = {"niah_multikey_3", "niah_multiquery", "facts_1", "facts_2"}
+
+
+def count(user: str, prefix: str) -> int:
+    return Renderer(tokenizer()).count(user, prefix)
+
+
+def rows(task: str, n: int, length: int, haystack=PROSE, seed: int = 42) -> list[Row]:
+    return list(builtin.rows(task, n, length, count, seed, haystack))
+
+
+def context(row: Row) -> str:
+    """The user's turn without the question, its last line."""
+    return row.input.rpartition("\n")[0]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("task", BUILTIN)
+def test_fits_fills_and_keeps_its_promises(task, length):
+    for row in rows(task, 4, length):
+        used = count(row.input, row.answer_prefix) + row.max_new_tokens
+        assert used <= length
+        if length >= 1024 or task not in LONG_UNITS:
+            assert used >= 0.9 * length
+        assert row.metric == BUILTIN[task].metric
+        assert row.max_new_tokens <= BUILTIN[task].max_new_tokens
+        assert row.source == "builtin"
+        question = row.input.rpartition("\n")[2]
+        assert question.endswith(("?", ".")) and not any(reference in question for reference in row.references)
+        assert not any(reference in row.answer_prefix for reference in row.references)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("task", [t for t in BUILTIN if t.startswith("niah")])
+def test_needles_stand_once_and_keys_are_unique(task, length):
+    for row in rows(task, 3, length):
+        text = context(row)
+        found = re.findall(r"parcel code of (\S+) is (\S+)\.", text)
+        values = [value for _, value in found]
+        assert len(set(values)) == len(values)
+        assert all(values.count(reference) == 1 and text.count(reference) == 1 for reference in row.references)
+        keys = {key for key, _ in found}
+        asked = {key for key in keys if key in row.input.rpartition("\n")[2]}
+        assert {value for key, value in found if key in asked} == set(row.references)
+        few = length < 512
+        wanted = {"niah_multivalue": (1, 2 if few else 4), "niah_multiquery": (2 if few else 4,) * 2}.get(task)
+        if wanted:
+            assert (len(asked), len(row.references)) == wanted
+        else:
+            assert (len(asked), len(row.references)) == (1, 1)
+        if task != "niah_multivalue":
+            assert len(keys) == len(found)
+        if task in ("niah_multikey_2", "niah_multikey_3"):
+            assert len(text.split("\n")) == len(found) + 1
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_other_tasks_mean_what_they_ask(length):
+    for row in rows("vt", 3, length):
+        value = re.search(r"number (\d{5})\? Name all of them\.$", row.input).group(1)
+        notes = re.findall(r"Box (\w+) gets (?:the number|a copy of box) (\w+)\.", context(row))
+        holds = {value}
+        for box, what in notes:
+            if what in holds:
+                holds.add(box)
+        assert holds - {value} == set(row.references)
+        assert len(row.references) == (5 if length >= 512 else 3)
+    for row in rows("cwe", 3, length):
+        entries = re.findall(r"\d+\. (\S+)", context(row).rpartition("Now the task.")[2])
+        counts = sorted(((entries.count(word), word) for word in set(entries)), reverse=True)
+        top = counts[: len(row.references)]
+        assert {word for _, word in top} == set(row.references)
+        assert top[-1][0] > counts[len(top)][0]
+    for row in rows("fwe", 3, length):
+        text = context(row).split("\n")[1].split()
+        counts = sorted(((text.count(word), word) for word in set(text) - {"..."}), reverse=True)
+        assert text.count("...") > counts[0][0]
+        assert [word for _, word in counts[:3]] == list(row.references)
+        assert counts[0][0] > counts[1][0] > counts[2][0] > counts[3][0]
+    for row in rows("facts_1", 3, length):
+        person = re.search(r"was (.+) born\?", row.input).group(1)
+        assert re.findall(rf"{person} was born in ([\w ]+?) and", context(row)) == [row.references[0]]
+    for row in rows("facts_2", 3, length):
+        person = re.search(r"firm that (.+) works for\?", row.input).group(1)
+        (firm,) = re.findall(rf"{person} works as a \w+ for ([\w ]+)\.", context(row))
+        assert re.findall(rf"{firm} makes .+ seat in ([\w ]+)\.", context(row))[0].startswith(row.references[0])
+    for task in ("facts_1", "facts_2"):
+        for row in rows(task, 3, length):
+            assert all(builtin.occurrences(context(row), reference) == 1 for reference in row.references)
+
+
+@pytest.mark.parametrize("task", BUILTIN)
+def test_sample_i_does_not_depend_on_n_and_samples_differ(task):
+    few, many = rows(task, 2, 512), rows(task, 5, 512)
+    assert many[:2] == few
+    assert len({row.text_sha256 for row in many}) == 5
+    assert rows(task, 1, 512, seed=43)[0].text_sha256 != few[0].text_sha256
+
+
+@pytest.mark.parametrize("task", BUILTIN)
+def test_too_short_a_length_names_the_least_that_works(task):
+    with pytest.raises(EvalError, match=f"{task}.*at least") as caught:
+        rows(task, 1, 60)
+    least = int(re.search(r"at least (\d+)", str(caught.value)).group(1))
+    assert rows(task, 1, least)
+
+
+def test_haystacks_pydoc_and_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"Sentence number {words.NOUNS[i]} stands here alone." for i in range(30)))
+    for spec in ("pydoc", f"file:{path}"):
+        haystack = open_haystack(spec)
+        row = rows("niah_multivalue", 1, 1024, haystack)[0]
+        assert 0.9 * 1024 <= count(row.input, row.answer_prefix) + row.max_new_tokens <= 1024
+    assert row.input.count("stands here alone") > 30  # a short text begins again
+    path.write_text("Too short.")
+    with pytest.raises(EvalError, match="0 usable sentences"):
+        open_haystack(f"file:{path}")
+    with pytest.raises(EvalError, match="cannot read"):
+        open_haystack(f"file:{tmp_path / 'missing'}")
+    with pytest.raises(EvalError, match="prose, pydoc or file:PATH"):
+        open_haystack("essays")
+
+
+def test_a_haystack_that_holds_the_answer_is_refused(tmp_path):
+    values = {row.references[0] for row in rows("niah_single_2", 1, 512)}
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"The answer to all of it may well be {values.copy().pop()} today." for _ in range(30)))
+    row = rows("niah_single_2", 1, 512, open_haystack(f"file:{path}"))[0]
+    # The first draw's value stands in the haystack, so another one was drawn.
+    assert row.references[0] not in values and row.input.count(row.references[0]) == 1
+
+
+def test_words_that_could_be_answers_do_not_contain_each_other():
+    pool = words.NOUNS + words.ADJECTIVES
+    assert len(set(pool)) == len(pool)
+    assert [(a, b) for a, b in permutations(pool, 2) if a in b] == []
+
+
+def test_split_sentences_drops_code_and_fragments():
+    text = "A first sentence here.  A second\none follows.\n\nx = {1: 2, 3: 4}; y[0] += 1.\n\nNo."
+    assert split_sentences(text) == ["A first sentence here.", "A second one follows."]
+
+
+@pytest.mark.parametrize("cost", [1, 3, 17, 400])
+@pytest.mark.parametrize("budget", [500, 5_000, 100_000])
+def test_largest_fit_is_exact_and_bounded(cost, budget):
+    calls = []
+
+    def tokens(k: int) -> int:
+        calls.append(k)
+        return 90 + cost * k
+
+    assert largest_fit(tokens, budget, 0, 1 << 20) == (budget - 90) // cost
+    assert len(calls) <= 12
+    assert largest_fit(tokens, budget, 0, 7) == min(7, (budget - 90) // cost)
+    with pytest.raises(TooShort) as caught:
+        largest_fit(tokens, 80, 0, 10)
+    assert caught.value.needed == 90
+
+
+def test_largest_fit_ends_on_wobbling_counts():
+    def tokens(k: int) -> int:
+        return 5 * k + (k * 7919) % 11
+
+    found = largest_fit(tokens, 10_000, 0, 1 << 20)
+    assert tokens(found) <= 10_000 and found >= 1_990
+
+
+def test_task_names():
+    assert resolve_tasks("all", "official") == tuple(OFFICIAL)
+    assert resolve_tasks("mla3", "official") == ("niah_multivalue", "fwe", "qa_1")
+    assert resolve_tasks("mla3", "builtin") == ("niah_multivalue", "fwe", "facts_1")
+    assert resolve_tasks("mla3", "tiny") == ("multivalue", "fwe", "facts")
+    assert resolve_tasks("fwe_hard, vt", "tiny") == ("fwe_hard", "vt")
+    with pytest.raises(EvalError, match="'qa_3'.*facts_2"):
+        resolve_tasks("qa_1,qa_3", "builtin")
+    with pytest.raises(EvalError, match="twice"):
+        resolve_tasks("qa_1,facts_1", "builtin")
+
+
+def test_only_all_13_tasks_are_called_all():
+    assert mean_label(tuple(OFFICIAL)) == "all 13 tasks"
+    assert mean_label(tuple(BUILTIN)) == "all 13 builtin tasks"
+    assert mean_label(tuple(OFFICIAL)[:12]) == "mean of 12 tasks"
+    assert mean_label(("fwe",)) == "fwe"

@@ -1,0 +1,116 @@
+"""Rows, scores and rendering."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.eval_support import tokenizer
+
+from latent_santa.eval.errors import EvalError
+from latent_santa.eval.render import Renderer, join_texts
+from latent_santa.eval.rows import Row, make_row, row_from_dict, row_to_dict
+from latent_santa.eval.scoring import clean, score
+
+
+def row(**changes) -> Row:
+    fields = {"answer_prefix": " The code is", "max_new_tokens": 16, "source": "test"} | changes
+    return make_row("task", 17, "What is the code?", ["123"], **fields)
+
+
+def test_row_has_an_id_and_a_hash_of_all_that_is_seen():
+    base = row()
+    assert base.id == "task/000017"
+    assert len(base.text_sha256) == 64
+    assert row(source="elsewhere").text_sha256 == base.text_sha256
+    assert row(answer_prefix=" It is").text_sha256 != base.text_sha256
+    assert row(max_new_tokens=17).text_sha256 != base.text_sha256
+    assert row(metric="any").text_sha256 != base.text_sha256
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.input = "other"  # type: ignore[misc]
+
+
+def test_row_survives_json_and_detects_a_changed_text():
+    data = row_to_dict(row())
+    assert row_from_dict(data | {"n_tokens": 5}) == row()
+    with pytest.raises(ValueError, match="task/000017.*hash"):
+        row_from_dict(data | {"input": "What is the kode?"})
+
+
+@pytest.mark.parametrize(
+    ("references", "changes"), [([], {}), (["a", " "], {}), (["a"], {"metric": "some"}), (["a"], {"max_new_tokens": 0})]
+)
+def test_row_refuses_what_cannot_be_scored(references, changes):
+    with pytest.raises(ValueError, match="task/000000"):
+        make_row("task", 0, "text", references, **({"max_new_tokens": 4, "source": "test"} | changes))
+
+
+@pytest.mark.parametrize(
+    ("output", "references", "metric", "wanted"),
+    [
+        ("The codes are 12 and 34.", ("12", "34"), "all", 1.0),
+        ("The codes are 12 and 35.", ("12", "34"), "all", 0.5),
+        ("nothing", ("12", "34"), "all", 0.0),
+        ("port VELDEN, I think", ("Port Velden", "Oster"), "any", 1.0),
+        ("Oster or Velden", ("Port Velden", "Velden"), "any", 1.0),
+        ("Elsewhere", ("Port Velden", "Velden"), "any", 0.0),
+        # As in the benchmark: substrings count, and a control character breaks a reference.
+        ("1001", ("10",), "all", 1.0),
+        ("ab\x00cd", ("abcd",), "all", 0.0),
+        ("ab\x00cd", ("ab\ncd",), "all", 1.0),
+        ("", ("x",), "any", 0.0),
+    ],
+)
+def test_scores(output, references, metric, wanted):
+    assert score(output, references, metric) == wanted
+
+
+def test_clean_strips_before_and_after_control_characters():
+    assert clean("  \x01 a\tb\x1f ") == "a\nb"
+
+
+def test_scores_lie_on_the_lattice_of_the_references():
+    references = tuple("abcd")
+    assert {score(text, references, "all") for text in ("", "a", "ab", "abc", "abcd")} == {0, 0.25, 0.5, 0.75, 1}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "wanted"),
+    [("Assistant:", " The", "Assistant: The"), ("assistant\n", " The", "assistant\nThe"), ("a", "", "a"), ("a", "b", "ab")],
+)
+def test_join_texts_keeps_one_break(left, right, wanted):
+    assert join_texts(left, right) == wanted
+
+
+def test_prefix_goes_where_it_is_asked_for():
+    user, prefix = "What is the code?", " The code is"
+    assert Renderer(tokenizer(), "assistant").text(user, prefix) == f"<s><|user|>{user}<|assistant|>{prefix}"
+    assert Renderer(tokenizer(), "user").text(user, prefix) == f"<s><|user|>{user}{prefix}<|assistant|>"
+    assert Renderer(tokenizer(), "none").text(user, prefix) == f"<s><|user|>{user}<|assistant|>"
+    assert Renderer(tokenizer(), "assistant", chat=False).text(user, prefix) == user + prefix
+
+
+def test_template_brings_one_bos_and_the_answer_room_is_checked():
+    renderer = Renderer(tokenizer())
+    ids = renderer.prompt(row(), limit=None)
+    assert ids.count(tokenizer().bos_token_id) == 1
+    assert tokenizer().decode(ids) == renderer.text(row().input, row().answer_prefix)
+    assert renderer.prompt(row(), limit=len(ids) + 16) == ids
+    with pytest.raises(EvalError, match=rf"{len(ids)} prompt tokens and 16 new ones exceed.*{len(ids) + 15}"):
+        renderer.prompt(row(), limit=len(ids) + 15)
+
+
+def test_baked_in_template_is_refused():
+    baked = make_row("task", 0, "<s>What?", ["1"], max_new_tokens=4, source="test")
+    bare = Renderer(tokenizer(), chat=False)
+    assert bare.prompt(baked, None)[0] == 1
+    doubled = make_row("task", 0, "<s><s>What?", ["1"], max_new_tokens=4, source="test")
+    with pytest.raises(EvalError, match="two BOS.*--no-chat-template"):
+        bare.prompt(doubled, None)
+
+
+def test_fingerprint_tells_renderings_apart():
+    prints = [Renderer(tokenizer(), *options).fingerprint() for options in [("assistant", True), ("user", True)]]
+    prints.append(Renderer(tokenizer(), "assistant", False).fingerprint())
+    assert len({tuple(p.items()) for p in prints}) == 3
+    assert prints[2]["chat_template_sha256"] is None

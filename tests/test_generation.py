@@ -1,0 +1,369 @@
+"""Generation paths: equal to the unpatched model when every team is selected, and sensible under a small budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import latent_santa
+from latent_santa.patches.cache_layer import TeamLayer
+
+from .tiny_models import (
+    assert_close,
+    assert_same,
+    cache_name,
+    cache_of,
+    decode_by_hand,
+    filled_cache,
+    generate,
+    padded,
+    prompt,
+    tiny_model,
+)
+
+SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
+EVERY_TEAM = {**SMALL, "budget": 4096}
+LENGTHS = [37, 64, 100]
+KINDS = ["deepseek_v2-yarn", "qwen2"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    return tiny_model(request.param)
+
+
+def greedy(model):
+    return [generate(model, prompt(60))]
+
+
+def sampling(model):
+    torch.manual_seed(3)
+    return [generate(model, prompt(60), do_sample=True, top_k=20, temperature=1.5)]
+
+
+def left_padding(model):
+    ids, mask = padded(LENGTHS)
+    return [generate(model, ids, attention_mask=mask)]
+
+
+def every_amount_of_padding(model):
+    """Short and long padding; fully masked rows have made NaN for some lengths only."""
+    outputs = []
+    for longest in (9, 24, 41):
+        ids, mask = padded([1, 5, 8, longest])
+        outputs.append(generate(model, ids, 3, attention_mask=mask))
+    return outputs
+
+
+def several_returned_sequences(model):
+    torch.manual_seed(4)
+    return [generate(model, prompt(60), do_sample=True, num_return_sequences=3)]
+
+
+def beams(model):
+    ids, mask = padded([37, 60])
+    return [
+        generate(model, prompt(60), 8, num_beams=4, num_return_sequences=2),
+        generate(model, ids, 6, attention_mask=mask, num_beams=3),
+    ]
+
+
+def chunked_prefill(model):
+    ids, mask = padded(LENGTHS)
+    outputs = [generate(model, prompt(66), prefill_chunk_size=size) for size in (5, 16, 33)]
+    return [*outputs, generate(model, ids, attention_mask=mask, prefill_chunk_size=16)]
+
+
+def three_turns(model):
+    """Two further turns, the second shorter than a parent, the third longer."""
+    outputs, cache, ids = [], DynamicCache(config=model.config), prompt(40)
+    for turn, new_tokens in enumerate((0, 5, 21)):
+        ids = torch.cat((ids, prompt(new_tokens, seed=10 + turn)), 1)
+        outputs.append(generate(model, ids, 5, cache=cache))
+        ids = outputs[-1].sequences
+    return outputs
+
+
+def padded_turns(model):
+    ids, mask = padded([30, 45])
+    first = generate(model, ids, 4, attention_mask=mask)
+    turn, turn_mask = padded([12, 20], seed=5)  # padding between the turns too
+    ids = torch.cat((first.sequences, turn), 1)
+    mask = torch.cat((mask, torch.ones(2, 4, dtype=torch.long), turn_mask), 1)
+    return [first, generate(model, ids, 4, cache=cache_of(first), attention_mask=mask)]
+
+
+def prompt_lookup(model):
+    return [generate(model, torch.cat([prompt(20, seed=s)] * 3, 1), 16, prompt_lookup_num_tokens=3) for s in range(2)]
+
+
+def assisted(model):
+    assistant = type(model)(model.config).eval()
+    assistant.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for weight in assistant.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    assistant.generation_config.num_assistant_tokens = 4
+    assistant.generation_config.eos_token_id = None
+    return [generate(model, prompt(length), 14, assistant_model=assistant) for length in (60, 3)]
+
+
+def one_token_prompt(model):
+    return [generate(model, prompt(1), 12), generate(model, prompt(1, batch=2), 3)]
+
+
+def without_cache(model):
+    return [generate(model, prompt(30), 4, use_cache=False)]
+
+
+def longer_then_shorter(model):
+    return [generate(model, prompt(length, seed=length)) for length in (70, 25, 70)]
+
+
+def embeddings(model):
+    embedded = model.get_input_embeddings()(prompt(60)).detach()
+    mask = torch.ones(1, 60, dtype=torch.long)
+    return [generate(model, None, inputs_embeds=embedded, attention_mask=mask)]
+
+
+def hidden_states(model):
+    output = generate(model, prompt(40), 3, output_hidden_states=True)
+    output.scores = (*output.scores, *(state for step in output.hidden_states for state in step))
+    return [output]
+
+
+def contrastive_copies(model):
+    """A cache that is repeated and narrowed by hand, as some decoding strategies do."""
+    cache, name = filled_cache(model, prompt(40, batch=2)), cache_name(model)
+    scores = []
+    with torch.no_grad():
+        scores.append(model(prompt(1, batch=2), **{name: cache}).logits)
+        cache.batch_repeat_interleave(2)
+        scores.append(model(prompt(1, batch=4, seed=1), **{name: cache}).logits)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        scores.append(model(prompt(1, batch=2, seed=2), **{name: cache}).logits)
+    output = generate(model, prompt(5), 1)
+    output.scores = tuple(scores)
+    return [output]
+
+
+PATHS = [
+    greedy,
+    sampling,
+    left_padding,
+    every_amount_of_padding,
+    several_returned_sequences,
+    beams,
+    chunked_prefill,
+    three_turns,
+    padded_turns,
+    prompt_lookup,
+    assisted,
+    one_token_prompt,
+    without_cache,
+    longer_then_shorter,
+    embeddings,
+    hidden_states,
+    contrastive_copies,
+]
+
+
+@pytest.mark.parametrize("first_token", ["replay", "dense"])
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
+@pytest.mark.filterwarnings("ignore:no call of this generation was sparse")
+def test_every_team_selected_equals_the_unpatched_model(model, path, first_token):
+    wanted = path(model)
+    with latent_santa.patch(model, **EVERY_TEAM, first_token=first_token) as santa:
+        found = path(model)
+        # drafts are verified several tokens at a time, so that nothing may be sparse but a replay
+        never = path is without_cache or (path is assisted and first_token == "dense")
+        assert (santa.sparse_calls > 0) != never
+        assert santa.access.percent == 100 or path is without_cache
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_same(ours, theirs)
+
+
+def alone(model, santa, lengths, **kwargs):
+    """Tokens and ledger of each sequence by itself, under the keys 10, 11, ..."""
+    tokens, counts = [], []
+    for b, length in enumerate(lengths):
+        santa.sequence_keys = [10 + b]
+        santa.reset()
+        output = generate(model, prompt(length, seed=b), **kwargs)
+        tokens.append(output.sequences[0, length:].tolist())
+        counts.append({**santa.access.per_sequence()[0], "sequence": b})
+    return tokens, counts
+
+
+@pytest.mark.parametrize("settings", [{}, {"parents": "kmeans"}, {"method": "santa"}, {"estimator": "pooled"}])
+def test_padded_batch_is_each_sequence_alone(model, settings):
+    with latent_santa.patch(model, **{**SMALL, **settings}) as santa:
+        tokens, counts = alone(model, santa, LENGTHS)
+        santa.sequence_keys = [10, 11, 12]
+        santa.reset()
+        ids, mask = padded(LENGTHS)
+        output = generate(model, ids, attention_mask=mask)
+        assert output.sequences[:, 100:].tolist() == tokens
+        assert santa.access.per_sequence() == counts
+        teams = [layer.grouped.teams for layer in cache_of(output).layers]
+    for b, length in enumerate(LENGTHS):
+        for t in teams:
+            if t is not None:
+                assert (t.team_of_row[b, :, : 100 - length] == -1).all()
+                assert (t.team_of_row[b, :, 100 - length :] >= 0).all()
+                real = t.representative[b][t.sizes[b] > 0]
+                assert (real >= 100 - length).all()
+
+
+def test_replay_sees_the_right_positions_under_left_padding(model):
+    ids, mask = padded(LENGTHS)
+    seen = []
+    hook = model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["position_ids"].tolist()), with_kwargs=True
+    )
+    # registered first, the spy would miss what the patch's own hook changes; the replay's call reaches it
+    with latent_santa.patch(model, **SMALL):
+        generate(model, ids, 3, attention_mask=mask)
+    hook.remove()
+    assert [len(p[0]) for p in seen] == [100, 1, 1, 1]
+    assert seen[1] == [[36], [63], [99]]
+    assert seen[2] == [[37], [64], [100]]
+
+
+@pytest.mark.parametrize("first_token", ["replay", "dense"])
+@pytest.mark.parametrize("size", [5, 16, 33])
+@pytest.mark.parametrize("parents", ["contiguous", "kmeans"])
+def test_chunked_prefill_is_the_prefill_in_one(model, parents, size, first_token):
+    ids, mask = padded([37, 64, 98])  # no size leaves a last chunk of one token, which would be a decoding call
+    with latent_santa.patch(model, **{**SMALL, "parents": parents}, first_token=first_token) as santa:
+        santa.shadow = True
+        wanted, counts, errors = generate(model, ids, attention_mask=mask), santa.access.as_dict(), santa.shadow_errors()
+        santa.reset()
+        found = generate(model, ids, attention_mask=mask, prefill_chunk_size=size)
+        assert_same(found, wanted)
+        assert santa.access.as_dict() == counts
+        assert santa.sparse_calls == (6 if first_token == "replay" else 5)
+        assert santa.shadow_errors().shape == errors.shape
+
+
+def test_last_chunk_of_one_token_is_a_decoding_call(model):
+    with latent_santa.patch(model, **SMALL) as santa:
+        generate(model, prompt(33), 3, prefill_chunk_size=16)
+        assert santa.prefill_calls == 2
+        # 32 rows are grouped and the last of them replayed; the 33rd joins the suffix
+        assert [step["suffix"] // (2 * groups(santa)) for step in santa.access.per_step()] == [0, 1, 2, 3]
+
+
+def groups(santa):
+    return 1 if santa.layout == "mla" else 2
+
+
+def test_drafts_are_verified_densely_and_crops_below_the_prompt_regroup(model, monkeypatch):
+    ids, lengths = torch.cat([prompt(20)] * 3, 1), []
+    regroup = TeamLayer.regroup
+    monkeypatch.setattr(TeamLayer, "regroup", lambda self: (lengths.append(self.get_seq_length()), regroup(self)))
+    with latent_santa.patch(model, **SMALL) as santa:
+        # the first call holds drafts behind the prompt's last token already, and wrong ones are cropped
+        output = generate(model, ids, 12, prompt_lookup_num_tokens=3)
+        assert santa.prefill_calls == 1 and santa.sparse_calls > 1
+        assert len(lengths) == 2 and 60 <= lengths[0] < 63
+        for layer in cache_of(output).layers:
+            assert layer.grouped.stop == lengths[0]
+            assert (layer.grouped.teams.team_of_row >= 0).all()
+
+
+def test_beams_carry_their_teams(model):
+    """Beams of one prompt hold the same prompt rows: after any reordering, teams and rows of all beams agree."""
+    ids, mask = padded([37, 60])
+    with latent_santa.patch(model, **SMALL) as santa:
+        output = generate(model, ids, 8, attention_mask=mask, num_beams=4)
+        for layer in cache_of(output).layers:
+            t = layer.grouped.teams
+            for b in range(2):
+                for name in ("members", "sizes", "team_of_row", "representative"):
+                    part = getattr(t, name)[4 * b : 4 * b + 4]
+                    assert part.equal(part[:1].expand_as(part))
+                assert (t.team_of_row[4 * b, 0] >= 0).sum() == (37, 60)[b]
+        assert santa.sparse_calls == 8
+
+
+def test_two_interleaved_caches(model):
+    name = cache_name(model)
+    prompts = [prompt(50, seed=1), prompt(30, seed=2)]
+    with latent_santa.patch(model, **SMALL) as santa:
+        wanted = [decode_by_hand(model, ids, 5)[1] for ids in prompts]
+        totals = santa.access.totals()
+        santa.reset()
+        caches, tokens, scores = [None, None], list(prompts), [[], []]
+        with torch.no_grad():
+            for _ in range(5):
+                for i in (0, 1):
+                    given = {} if caches[i] is None else {name: caches[i]}
+                    output = model(tokens[i], use_cache=True, **given)
+                    caches[i] = cache_of(output)
+                    scores[i].append(output.logits[:, -1])
+                    tokens[i] = scores[i][-1].argmax(-1, keepdim=True)
+        assert santa.access.totals() == totals
+    for ours, theirs in zip(scores, wanted, strict=True):
+        assert_close(ours, theirs, 0)
+
+
+def test_no_state_leaks_between_prompts(model):
+    with latent_santa.patch(model, **SMALL) as santa:
+        first = longer_then_shorter(model)
+        santa.reset()
+        assert_same(first[0], first[2], 0)
+        shorter = generate(model, prompt(25, seed=25))
+        assert_same(shorter, first[1], 0)
+
+
+def test_first_token_dense_is_the_unpatched_first_token(model):
+    ids, mask = padded(LENGTHS)
+    wanted = generate(model, ids, attention_mask=mask)
+    with latent_santa.patch(model, **SMALL, first_token="dense") as santa:
+        found = generate(model, ids, attention_mask=mask)
+        assert santa.sparse_calls == 5
+        assert santa.access.per_step()[0]["suffix"] == 3 * 2 * groups(santa)
+        santa.configure(first_token="replay")
+        replayed = generate(model, ids, attention_mask=mask)
+    assert_close(found.scores[:1], wanted.scores[:1], 0)
+    assert not torch.allclose(found.scores[1], wanted.scores[1], atol=1e-2)
+    assert not torch.allclose(replayed.scores[0], wanted.scores[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_by_hand_without_generate(model, name):
+    ids = prompt(50)
+    if name == "cache" and cache_name(model) != "cache":
+        pytest.skip("this version calls it past_key_values")
+    with latent_santa.patch(model, **SMALL) as santa:
+        wanted = generate(model, ids)
+        counts = santa.access.totals()
+        santa.reset()
+        tokens, scores, cache = decode_by_hand(model, ids, 6)
+        assert tokens.tolist() == wanted.sequences[:, 50:].tolist() and santa.access.totals() == counts
+        santa.reset()
+        cache = DynamicCache()  # positions, a cache made beforehand, and a base model called as itself
+        with torch.no_grad():
+            hidden = model.model(ids, **{name: cache}).last_hidden_state
+            assert model.lm_head(hidden[:, -1]).allclose(scores[0], atol=1e-4)
+            for step in range(1, 6):
+                output = model(tokens[:, step - 1 : step], **{name: cache})
+                torch.testing.assert_close(output.logits[:, -1], scores[step], rtol=1e-4, atol=1e-4)
+        assert santa.access.totals() == counts
+        with torch.no_grad():
+            plain = model(ids, return_dict=False)
+        torch.testing.assert_close(plain[0][:, -1], scores[0], rtol=1e-4, atol=1e-4)
+
+
+def test_prefill_scores_before_the_last_are_dense(model):
+    ids = prompt(50)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        with latent_santa.patch(model, **SMALL):
+            found = model(ids).logits
+            hidden = model(ids, output_hidden_states=True).hidden_states
+    assert found[:, :-1].equal(wanted[:, :-1])
+    assert not torch.allclose(found[:, -1], wanted[:, -1], atol=1e-2)
+    assert len(hidden) == 3 and all(h.shape == (1, 50, hidden[0].shape[-1]) for h in hidden)

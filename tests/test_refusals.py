@@ -1,0 +1,258 @@
+"""What is not supported is refused: the error names what was given, what is supported and what to do."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
+
+import latent_santa
+from latent_santa.patches import backend
+
+from .test_patch_lifecycle import SMALL, snapshot
+from .tiny_models import LATENT, assert_same, cache_name, filled_cache, generate, prompt, scaled_up, tiny_model
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2", "qwen2"])
+def model(request):
+    return tiny_model(request.param)
+
+
+def refused(model, *patterns, error=NotImplementedError):
+    """``patch`` refuses the model in words that match all patterns, and leaves it as it was."""
+    before = snapshot(model)
+    with pytest.raises(error) as caught:
+        latent_santa.patch(model)
+    for pattern in patterns:
+        assert pattern in str(caught.value), (pattern, str(caught.value))
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("mistral", {"sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}),
+    ],
+)
+def test_sliding_window(name, settings):
+    refused(tiny_model(name, **settings), "sliding window of 16 rows", "supported are")
+
+
+def test_a_window_that_is_switched_off_is_no_window():
+    model = tiny_model("qwen2", use_sliding_window=False, sliding_window=16)
+    with latent_santa.patch(model, **SMALL) as santa:
+        generate(model, prompt(30), 3)
+        assert santa.sparse_calls == 3
+
+
+def test_encoder_decoder():
+    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    refused(
+        transformers.T5ForConditionalGeneration(config),
+        "T5ForConditionalGeneration is an encoder-decoder",
+        "supported are",
+    )
+
+
+def test_attention_without_separate_projections():
+    config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=16, n_layer=2, n_head=2)
+    refused(transformers.GPT2LMHeadModel(config), "GPT2LMHeadModel has no attention layer", "q_proj", "supported are")
+
+
+def test_not_a_transformers_model():
+    with pytest.raises(TypeError, match="Linear.*PreTrainedModel"):
+        latent_santa.patch(nn.Linear(2, 2))
+
+
+def test_remote_code(monkeypatch):
+    model = tiny_model("deepseek_v2")
+    remote = type(
+        "DeepseekV2ForCausalLM", (type(model),), {"__module__": "transformers_modules.some.modeling_deepseek"}
+    )
+    model.__class__ = remote
+    refused(model, "remote code", "without trust_remote_code")
+
+
+def test_remote_code_without_the_attention_interface(monkeypatch):
+    """A class that computes attention itself would run on unexpanded latents if it were half patched."""
+    model = tiny_model("qwen2")
+    own = types.ModuleType("modeling_of_somebody")
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    layer = model.model.layers[1].self_attn
+    layer.__class__ = type("OwnAttention", (type(layer),), {"__module__": own.__name__})
+    refused(model, "model.layers.1.self_attn (OwnAttention)", "attention interface", "supported are")
+
+
+def test_a_layer_of_another_kind_refuses_the_whole_model():
+    model = tiny_model("qwen2")
+    model.model.layers[1].self_attn = nn.Identity()
+    refused(model, "layers [0], but not in [1]", "half-patched")
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+def test_indexer_of_its_own(name):
+    config = getattr(transformers, f"{name}Config")(
+        **{**LATENT, "q_lora_rank": 12},
+        vocab_size=50,
+        moe_intermediate_size=16,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=4,
+        pad_token_id=0,
+    )
+    refused(getattr(transformers, f"{name}ForCausalLM")(config), "indexer of its own", "supported are")
+
+
+def test_softcap_and_sinks():
+    for name, value, words in (
+        ("attn_logit_softcapping", 30.0, "softcap"),
+        ("sinks", nn.Parameter(torch.zeros(4)), "sinks"),
+    ):
+        model = tiny_model("llama")
+        setattr(model.model.layers[0].self_attn, name, value)
+        refused(model, words, "model.layers.0.self_attn (LlamaAttention)")
+
+
+def test_up_projection_that_is_not_linear():
+    """With a bias an expanded row is no linear function of its latent, and absorbed scores would be wrong."""
+    model = tiny_model("deepseek_v2")
+    for layer in model.model.layers:
+        old = layer.self_attn.kv_b_proj
+        layer.self_attn.kv_b_proj = nn.Linear(old.in_features, old.out_features, bias=True)
+    refused(scaled_up(model), "absorbed scores differ from expand_kv's", "kv_b_proj (Linear)")
+
+
+class Quantised(QuantizedLayer):
+    def _quantize(self, tensor, axis):
+        return tensor
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+def quantised_cache(model):
+    cache = DynamicCache()
+    cache.layers = [Quantised() for _ in range(2)]
+    return cache
+
+
+CACHES = {
+    "static": (
+        lambda model: StaticCache(config=model.config, max_cache_len=64),
+        "StaticCache whose layer 0 is a StaticLayer",
+    ),
+    "offloaded": (lambda model: DynamicCache(config=model.config, offloading=True), "offloaded DynamicCache"),
+    "quantised": (quantised_cache, "whose layer 0 is a Quantised"),
+    "tuple": (lambda model: object(), "type object"),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_caches_of_other_kinds(model, kind, monkeypatch):
+    if kind == "offloaded":  # it makes a stream of its own, which a CPU build of torch has not
+        cache = DynamicCache(config=model.config)
+        cache.offloading = True
+    else:
+        cache = CACHES[kind][0](model)
+    wanted = generate(model, prompt(30))
+    kinds = [type(layer) for layer in getattr(cache, "layers", [])]
+    with latent_santa.patch(model, **SMALL) as santa:
+        with pytest.raises(NotImplementedError) as caught, torch.no_grad():
+            model.model(prompt(30), use_cache=True, **{cache_name(model): cache})
+        assert CACHES[kind][1] in str(caught.value) and "supported is DynamicCache" in str(caught.value)
+        assert [type(layer) for layer in getattr(cache, "layers", [])] == kinds
+        generate(model, prompt(30))
+        assert santa.sparse_calls == 6
+    assert_same(generate(model, prompt(30)), wanted, 0)
+
+
+def test_static_cache_through_generate(model):
+    with (
+        latent_santa.patch(model, **SMALL),
+        pytest.raises(NotImplementedError, match="StaticCache.*cache_implementation"),
+    ):
+        generate(model, prompt(30), cache_implementation="static")
+
+
+def test_a_cache_with_one_foreign_layer_is_left_as_it_is(model):
+    cache = filled_cache(model, prompt(20))
+    cache.layers[1] = Quantised()
+    first = cache.layers[0]
+    with latent_santa.patch(model, **SMALL), pytest.raises(NotImplementedError, match="layer 1 is a Quantised"):
+        with torch.no_grad():
+            model(prompt(1), **{cache_name(model): cache})
+    assert cache.layers[0] is first
+
+
+def test_output_attentions(model):
+    with latent_santa.patch(model, **SMALL):
+        with pytest.raises(NotImplementedError, match="output_attentions=True.*switch it off.*shadow"):
+            generate(model, prompt(20), output_attentions=True)
+        generate(model, prompt(20), 2)
+
+
+def test_training_with_gradients(model):
+    with latent_santa.patch(model, **SMALL):
+        model.train()
+        try:
+            with pytest.raises(NotImplementedError, match="training mode with gradients.*eval.*no_grad"):
+                model(prompt(20))
+            with torch.no_grad():
+                model(prompt(20))
+        finally:
+            model.eval()
+        model(prompt(20))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_masks(implementation):
+    model = tiny_model("deepseek_v2")
+    model.set_attn_implementation(implementation)
+    ids = prompt(20)
+    with latent_santa.patch(model, **SMALL), torch.no_grad():
+        with pytest.raises(NotImplementedError, match=r"mask of shape \(1, 1, 20, 20\).*2D padding mask"):
+            model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))
+        with pytest.raises(NotImplementedError, match="got dict as attention_mask"):
+            model(ids, attention_mask={"full_attention": None})
+        with pytest.raises(ValueError, match=r"shape \(1, 19\), but 1 sequences with 20 .*need \(1, 20\)"):
+            model(ids, attention_mask=torch.ones(1, 19))
+        model(ids, attention_mask=torch.ones(1, 20))
+
+
+def test_sequence_keys_of_the_wrong_length(model):
+    with latent_santa.patch(model, **SMALL) as santa:
+        santa.sequence_keys = [1, 2, 3]
+        with pytest.raises(ValueError, match="sequence_keys has 3 entries for a batch of 2"):
+            generate(model, prompt(20, batch=2))
+        with pytest.raises(ValueError, match="3 entries for a batch of 4 sequences .beams"):
+            generate(model, prompt(20), num_beams=4)
+        assert santa.sparse_calls == 0
+        generate(model, prompt(20, batch=3), 2)
+
+
+def test_triton_on_the_cpu(model, monkeypatch):
+    ids = prompt(30)
+    wanted = generate(model, ids)
+    with latent_santa.patch(model, **SMALL, backend="triton"):
+        with pytest.raises(RuntimeError, match='backend="triton" cannot run here: .*use backend="torch"'):
+            generate(model, ids)
+    assert_same(generate(model, ids), wanted, 0)
+
+
+def test_auto_backend_says_once_why_it_takes_torch(caplog):
+    backend._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "latent_santa"):
+        backend._say_once("the reason")
+        backend._say_once("the reason")
+    assert [r.getMessage() for r in caplog.records] == ['backend="auto": the reason; PyTorch\'s operators are used']
