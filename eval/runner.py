@@ -171,7 +171,7 @@ class _Running:
 
     def note(self, task: str) -> str:
         """Task, its running score, and the percent of rows read over all tasks so far."""
-        scores = self.scores[task]
+        scores = self.scores.get(task)
         score = f"{100 * sum(scores) / len(scores):.1f}" if scores else "-"
         rows = f", rows {100 * self.read / self.dense:.1f} %" if self.dense else ""
         return f"{task} score {score}{rows}"

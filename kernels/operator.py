@@ -63,7 +63,7 @@ def sampled_attention(
         scale: the attention module's scaling.
         teams_per_head: K before the cap by the number of teams.
         estimator, noise: as in :class:`SantaConfig`.
-        workspace: scratch kept between calls; None allocates it.
+        workspace: scratch kept between calls; None takes the current stream's own.
 
     Raises:
         RuntimeError: the kernels cannot take these inputs; the message says why.
@@ -71,13 +71,22 @@ def sampled_attention(
     reason = unsupported(query, rows, teams)
     if reason is not None:
         raise RuntimeError(f"the triton backend cannot run: {reason}")
-    workspace = Workspace() if workspace is None else workspace
+    workspace = default_workspace(rows.values.device) if workspace is None else workspace
     call = Call(query, rows, teams, suffix, draw, scale, teams_per_head, estimator, noise, workspace)
     if not call.everything:
         call.route()
         call.select()
     call.attend()
     return call.combine()
+
+
+_WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
+
+
+def default_workspace(device: torch.device) -> Workspace:
+    """The workspace of the current stream, whose calls run one after another."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _WORKSPACES.setdefault((device, stream), Workspace())
 
 
 class Call:

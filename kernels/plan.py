@@ -75,7 +75,7 @@ def choose(s: Shapes) -> Plan:
     """The plan for a call, before overrides."""
     wide = s.dims[0] > 256
     heads = power(s.heads)
-    cap = 32 if s.split or s.dtype == torch.float32 else 64
+    cap = 32 if wide or s.split or s.dtype == torch.float32 else 64
     route_heads = min(max(heads, 8), cap)
     route_teams = 64 if wide or s.dims[0] > 128 else 128
     if s.dtype == torch.float32:

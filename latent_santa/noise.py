@@ -32,11 +32,12 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: Tensor) -> tuple
     Returns:
         Four words, each of the broadcast shape.
     """
-    k = torch.stack((key[..., 0], key[..., 1]))
-    c0, c1, c2, c3, _ = torch.broadcast_tensors(c0, c1, c2, c3, k[0])
-    tail = (1,) * (k.dim() - 1)
-    factor = torch.tensor((ROUND_B, ROUND_A), device=k.device).view(2, *tail)
-    weyl = torch.tensor((WEYL_A, WEYL_B), device=k.device).view(2, *tail)
+    c0, c1, c2, c3, _ = torch.broadcast_tensors(c0, c1, c2, c3, key[..., 0])
+    ones = (1,) * c0.dim()
+    k = key.movedim(-1, 0)
+    k = k.reshape(2, *ones[k.dim() - 1 :], *k.shape[1:])
+    factor = torch.tensor((ROUND_B, ROUND_A), device=key.device).view(2, *ones)
+    weyl = torch.tensor((WEYL_A, WEYL_B), device=key.device).view(2, *ones)
     even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
     for turn in range(10):
         product = even.flip(0) * factor

@@ -19,8 +19,8 @@ from latent_santa.eval.sources.tasks import BUILTIN, OFFICIAL, mean_label, resol
 LENGTHS = (256, 512, 1024, 4096)
 PROSE = open_haystack("prose")
 
-# Whole documents and pairs of UUIDs are long units; below 1024 tokens one may not fit although 10 % are left.
-LONG_UNITS = {"niah_multikey_3", "niah_multiquery", "facts_1", "facts_2"}
+# Whole documents and pairs of UUIDs are long units: below 1024 tokens the next may not fit although 10 % are left.
+LONG_UNITS = {"niah_multikey_3", "facts_1", "facts_2"}
 
 
 def count(user: str, prefix: str) -> int:
@@ -42,8 +42,9 @@ def test_fits_fills_and_keeps_its_promises(task, length):
     for row in rows(task, 4, length):
         used = count(row.input, row.answer_prefix) + row.max_new_tokens
         assert used <= length
-        if length >= 1024 or task not in LONG_UNITS:
-            assert used >= 0.9 * length
+        # At 256 tokens a sentence is a tenth of the prompt.
+        small_units = length >= 1024 or (length >= 512 and task not in LONG_UNITS)
+        assert used >= (0.9 if small_units else 0.8) * length
         assert row.metric == BUILTIN[task].metric
         assert row.max_new_tokens <= BUILTIN[task].max_new_tokens
         assert row.source == "builtin"

@@ -153,9 +153,7 @@ def test_fitting_does_not_depend_on_the_batch():
     together = kmeans._fit(points, norms, centers, real, lengths, clusters, 9)
     for q, k in enumerate(clusters.tolist()):
         one = slice(q, q + 1)
-        alone = kmeans._fit(
-            points[one], norms[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9
-        )  # fmt: skip
+        alone = kmeans._fit(points[one], norms[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9)
         torch.testing.assert_close(together[q, :k], alone[0], rtol=1e-5, atol=1e-5)
         assert not torch.equal(alone[0], towns[:k])
 

@@ -20,15 +20,19 @@ ESTIMATORS = ["per_head", "pooled"]
 
 
 def exact_log_inclusion(x: float) -> float:
-    """log(1 - exp(-exp(x))) with as many digits as the cancellation eats."""
+    """log(1 - exp(-exp(x))) to 60 digits; below 1, 1 - exp(-e) = e (1 - e / 2 + e^2 / 6 - ...) is summed."""
     with decimal.localcontext() as context:
-        context.prec = 40 + max(0, math.ceil(-x / math.log(10)))
+        context.prec = 60
         context.traps[decimal.Underflow] = False
-        return float((1 - (-decimal.Decimal(x).exp()).exp()).ln())
+        exact = decimal.Decimal(x)
+        e = exact.exp()
+        if e > 1:
+            return float((1 - (-e).exp()).ln())
+        return float(exact + sum((-e) ** n / math.factorial(n + 1) for n in range(50)).ln())
 
 
 # both sides of every place where a formula might change over, and the ends
-POINTS = [-1e4, -745.5, -120.0, -104.0, -88.0, -87.0, -40.0, -20.0, -16.7, -10.001, -10.0, -9.999, -5.0, -2.5,
+POINTS = [-1e4, -3000.5, -745.5, -120.0, -104.0, -88.0, -87.0, -40.0, -20.0, -16.7, -10.001, -10.0, -9.999, -5.0, -2.5,
           -1.0, -0.5, -0.3665, -0.25, 0.0, 0.25, 1.0, 2.0, 2.8, 3.0, 4.6, 10.0, 88.0, 89.0, 700.0, 1e4]  # fmt: skip
 
 

@@ -1,0 +1,223 @@
+"""The command from end to end on a random model: offline, resumed after a kill, spread over processes, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.eval_support import block_network, save_random_model
+
+from latent_santa.eval.cli import main
+
+OPTIONS = "--data builtin --tasks niah_single_1,fwe --length 256 --n 3 --budgets 16,32 --estimators pooled --floor 0".split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(save_random_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, model) -> Path:
+    """A run that nothing disturbed."""
+    directory = tmp_path_factory.mktemp("runs") / "finished"
+    assert main(["ruler", "--model", model, *OPTIONS, "--out", str(directory)]) == 0
+    return directory
+
+
+def results(directory: Path) -> dict[str, list[dict]]:
+    """Results of each file without what differs between runs of equal settings."""
+    found = {}
+    for path in sorted((directory / "results").iterdir()):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found[path.name] = [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+    return found
+
+
+def test_a_run_leaves_its_files_without_the_network(tmp_path, model, monkeypatch, capsys):
+    block_network(monkeypatch)
+    out = tmp_path / "run"
+    assert main(["ruler", "--model", model, *OPTIONS, "--offline", "--out", str(out)]) == 0
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "manifest.json",
+        "prompts.jsonl",
+        "results",
+        "summary.json",
+        "summary.csv",
+        "table.md",
+        "access_accuracy.png",
+    }
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["settings"]["data_seed"] == 42 and manifest["environment"]["torch"]
+    assert len(manifest["prompt_ids"]) == 6
+    found = results(out)
+    assert {name: len(lines) for name, lines in found.items()} == {
+        "dense.jsonl": 6,
+        "santapp_k-means_16-4_pooled_s16.jsonl": 6,
+        "santapp_k-means_16-4_pooled_s32.jsonl": 6,
+    }
+    for line in found["santapp_k-means_16-4_pooled_s32.jsonl"]:
+        access = line["access"]
+        assert line["sparse_calls"] == line["n_new"] > 0
+        assert access["numerator"] == access["routing"] + access["union"] + access["suffix"]  # Equation 14
+        assert access["denominator"] == access["dense"] > 0
+    summary = json.loads((out / "summary.json").read_text())
+    accesses = [row["cells"]["mean"]["access"] for row in summary["conditions"]]
+    assert accesses[0] == 100 and accesses[1] < accesses[2]
+    shown = capsys.readouterr().out
+    assert "not RULER scores" in shown and "dense" in shown and "mean of 2 tasks" in shown
+
+
+def test_report_rebuilds_without_a_model(finished, monkeypatch, capsys):
+    from latent_santa.eval import models
+
+    before = {name: (finished / name).read_bytes() for name in ("summary.json", "table.md", "access_accuracy.png")}
+    monkeypatch.setattr(models, "load", None)
+    monkeypatch.setattr(models, "load_tokenizer", None)
+    for name in before:
+        (finished / name).unlink()
+    assert main(["report", str(finished)]) == 0
+    assert {name: (finished / name).read_bytes() for name in before} == before
+    assert main(["paper", str(finished), "--table", "15-18"]) == 0
+    assert "does not hold" in capsys.readouterr().out
+
+
+# Kills the process with the third argument's number of appended results; the last line is cut in the middle.
+KILLED = """
+import os, signal, sys
+from latent_santa.eval import store
+real = store.Store.append
+left = [int(sys.argv[1])]
+def append(self, slug, result):
+    left[0] -= 1
+    real(self, slug, result)
+    if not left[0]:
+        path = self._own_path(slug)
+        path.write_bytes(path.read_bytes()[:-20])
+        os.kill(os.getpid(), signal.SIGKILL)
+store.Store.append = append
+replace = os.replace
+def no_manifest(old, new):
+    if sys.argv[1] == "0" and str(new).endswith("manifest.json"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new)
+os.replace = no_manifest
+from latent_santa.eval.cli import main
+main(sys.argv[2:])
+"""
+
+
+def test_a_killed_run_resumes_to_the_same_summary(tmp_path, model, finished):
+    out = tmp_path / "run"
+    command = ["ruler", "--model", model, *OPTIONS, "--out", str(out), "--resume"]
+    for after in ("0", "8"):  # before the manifest is in place; in the middle of the second setting
+        killed = subprocess.run([sys.executable, "-c", KILLED, after, *command], capture_output=True, text=True)
+        assert killed.returncode == -9, killed.stderr
+    assert not (out / "summary.json").exists()
+    assert [len(lines) for lines in (path.read_bytes().split(b"\n") for path in sorted((out / "results").iterdir()))]
+    assert main(command) == 0
+    for name in ("summary.json", "table.md", "summary.csv"):
+        assert (out / name).read_bytes() == (finished / name).read_bytes()
+    ours, theirs = results(out), results(finished)
+    assert ours == theirs
+
+
+def test_changed_settings_are_refused_by_name(tmp_path, model, finished, capsys):
+    def refused(*options, resume=True) -> str:
+        words = ["ruler", "--model", model, *OPTIONS, "--out", str(finished), *options]
+        assert main(words + (["--resume"] if resume else [])) == 2
+        return capsys.readouterr().err
+
+    before = (finished / "manifest.json").read_bytes()
+    assert "--resume goes on with it" in refused(resume=False)
+    assert "n: 3 then, 4 now" in refused("--n", "4")
+    text = refused("--seed", "1", "--answer-prefix", "none")
+    assert "seed: 0 then, 1 now" in text and "answer_prefix: 'assistant' then, 'none' now" in text
+    assert "S=32: part of the run then, not asked for now" in refused("--budgets", "16")
+    assert (finished / "manifest.json").read_bytes() == before
+
+
+def test_settings_of_the_method_may_be_added(tmp_path, model, finished):
+    import shutil
+
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    words = ["ruler", "--model", model, *OPTIONS, "--out", str(out), "--resume", "--budgets", "16,32,64"]
+    assert main(words) == 0
+    rows = json.loads((out / "summary.json").read_text())["conditions"]
+    assert [row["S"] for row in rows] == [None, 16, 32, 64]
+    assert rows[:3] == json.loads((finished / "summary.json").read_text())["conditions"]
+
+
+def test_processes_write_each_result_once(tmp_path, model, finished):
+    out = tmp_path / "run"
+    command = ["-m", "latent_santa.eval", "ruler", "--model", model, *OPTIONS, "--device", "cpu", "--out", str(out)]
+    launched = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", *command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert results(out) == results(finished)
+    assert (out / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
+
+
+def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch, capsys):
+    from latent_santa.eval import models
+
+    monkeypatch.setattr(models, "load", None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["ruler", "--model", model, *OPTIONS, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "niah_single_1" in shown and "3 settings x 6 prompts" in shown and "4096 positions" in shown
+    assert list(tmp_path.iterdir()) == []
+    assert main(["ruler", "--model", "builtin:tiny", "--dry-run", "--tasks", "all", "--n", "1"]) == 0
+    assert "the tiny model's own grammar" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tasks", "niah_single_9"], "unknown task 'niah_single_9'"),
+        (["--data", "web"], "choose builtin, hub or jsonl:DIR"),
+        (["--methods", "dense,magic"], "unknown method 'magic'"),
+        (["--budgets", "10"], "divisible by P/R"),
+        (["--budgets", "many"], "give numbers"),
+        (["--length", "9999"], "exceeds the model's limit of 4096"),
+        (["--length", "0"], "at least 1"),
+        (["--length", "64"], "too short for niah_single_1"),
+        (["--haystack", "file:/nowhere"], "cannot read"),
+    ],
+)
+def test_wrong_options_are_refused_before_work_starts(tmp_path, model, monkeypatch, capsys, options, said):
+    from latent_santa.eval import models
+
+    monkeypatch.setattr(models, "load", None)
+    assert main(["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / "run"), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_prompt_shows_in_the_exit_code(tmp_path, model, monkeypatch, capsys):
+    from latent_santa.eval import generation
+
+    real, calls = generation.generate, []
+
+    def sometimes(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("no room")
+        return real(*args)
+
+    monkeypatch.setattr(generation, "generate", sometimes)
+    words = ["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / "run"), "--methods", "dense"]
+    assert main(words) == 1
+    assert "1 prompts failed" in capsys.readouterr().out
+    assert main([*words, "--resume"]) == 0
+    assert len(calls) == 7

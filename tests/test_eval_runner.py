@@ -1,0 +1,203 @@
+"""The runner on a random model with a fake handle: what is stored, what is stopped, what goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from tests.eval_support import FakeHandle, save_random_model, tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from latent_santa.eval import generation, models
+from latent_santa.eval.conditions import Condition
+from latent_santa.eval.errors import EvalError
+from latent_santa.eval.processes import Processes
+from latent_santa.eval.progress import Progress
+from latent_santa.eval.render import Renderer, ids_sha256
+from latent_santa.eval.rows import make_row
+from latent_santa.eval.runner import Runner
+from latent_santa.eval.store import Prompt, Store
+
+DENSE, SPARSE = Condition("dense"), Condition("santa++", 32, "kmeans", 16, 4, "pooled")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path_factory.mktemp("model"))).eval()
+
+
+def make_runner(directory, model, handle, tasks=("single", "fwe"), n=3, floor=0.0, processes=None, text=None):
+    renderer = Renderer(tokenizer())
+    store = Store(directory, *((processes.rank, processes.world) if processes else ()))
+    prompts = []
+    for task in tasks:
+        for i in range(n):
+            row = make_row(task, i, f"Flight {i} of {task}?", ["zz", "qq"], max_new_tokens=5, source="test")
+            ids = renderer.prompt(row, None)
+            prompts.append(Prompt(row, len(ids), ids_sha256(ids)))
+    if not store.frozen:
+        store.freeze({"settings": {"n": n}, "conditions": []}, prompts)
+    progress = Progress(Console(file=text or io.StringIO()), every=0)
+    return Runner(store, model, handle, renderer, 0, floor, progress, processes or Processes())
+
+
+def test_one_result_a_prompt_with_all_its_parts(tmp_path, model):
+    handle, text = FakeHandle(sparse_a_prompt=5), io.StringIO()
+    handle.access.counts = {"numerator": 30, "row_read": 20, "denominator": 60}
+    runner = make_runner(tmp_path, model, handle, text=text)
+    assert runner.run((DENSE, SPARSE)) == 0
+    assert handle.configured == [DENSE.overrides(), SPARSE.overrides()]
+    lines = (tmp_path / "results" / f"{SPARSE.slug}.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert [json.loads(line)["id"] for line in lines] == [f"{t}/{i:06d}" for t in ("single", "fwe") for i in range(3)]
+    assert first["n_new"] == 5 and first["hit_cap"] and first["sparse_calls"] == 5
+    assert first["access"] == handle.access.counts and first["seconds"] > 0
+    assert 0 <= first["score"] <= 1
+    # Both conditions draw the same noise for a prompt, and the ledger starts empty for each.
+    assert handle.keys[:6] == handle.keys[6:] == [generation.sequence_key(0, json.loads(line)["id"]) for line in lines]
+    assert handle.access.resets == 12
+    assert "fwe score 0.0, rows 50.0 %" in text.getvalue()
+
+
+def test_only_new_ids_are_decoded_and_any_end_id_stops(model):
+    ids = tokenizer()("<s><|user|>Flight kasuk?<|assistant|>", add_special_tokens=False)["input_ids"]
+    original = model.generation_config
+    try:
+        model.generation_config = GenerationConfig(
+            do_sample=True, temperature=0.3, repetition_penalty=1.3, eos_token_id=[2, 7]
+        )
+        generation.make_greedy(model, tokenizer())
+        assert model.generation_config.eos_token_id == [2, 7]
+        answer = generation.generate(model, tokenizer(), ids, 6)
+        # Greedy by hand: a repetition penalty of the checkpoint would change it.
+        sequence = list(ids)
+        with torch.no_grad():
+            for _ in range(6):
+                sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
+        assert answer.text == tokenizer().decode(sequence[len(ids) :], skip_special_tokens=True)
+        assert (answer.n_new, answer.hit_cap) == (6, True)
+        model.generation_config.eos_token_id = [2, sequence[len(ids) + 2]]
+        again = generation.generate(model, tokenizer(), ids, 6)
+        assert again.n_new <= 3 and not again.hit_cap
+        assert tokenizer().decode(sequence[len(ids) : len(ids) + again.n_new], skip_special_tokens=True) == again.text
+    finally:
+        model.generation_config = original
+
+
+def test_what_is_done_is_not_done_again(tmp_path, model, monkeypatch):
+    make_runner(tmp_path, model, FakeHandle()).run((DENSE,))
+
+    def refuse(*args):
+        raise AssertionError("generated again")
+
+    monkeypatch.setattr(generation, "generate", refuse)
+    assert make_runner(tmp_path, model, FakeHandle()).run((DENSE,)) == 0
+
+
+def test_a_failing_prompt_is_recorded_and_tried_again_later(tmp_path, model, monkeypatch):
+    real, calls = generation.generate, []
+
+    def sometimes(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("out of memory: 3 GiB\nwith details")
+        return real(*args)
+
+    monkeypatch.setattr(generation, "generate", sometimes)
+    runner = make_runner(tmp_path, model, FakeHandle())
+    assert runner.run((DENSE,)) == 1
+    results = runner.store.results("dense")
+    assert len(results) == 6
+    assert results["single/000001"]["error"] == "OutOfMemoryError: out of memory: 3 GiB"
+    assert make_runner(tmp_path, model, FakeHandle()).run((DENSE,)) == 0
+    assert len(calls) == 7
+    assert not any("error" in result for result in Store(tmp_path).results("dense").values())
+
+
+def test_nothing_but_failures_stops_the_run(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(generation, "generate", lambda *args: 1 / 0)
+    with pytest.raises(EvalError, match="first 3 prompts all failed.*ZeroDivisionError"):
+        make_runner(tmp_path, model, FakeHandle()).run((DENSE,))
+
+
+def test_dense_below_the_floor_stops_with_three_answers(tmp_path, model):
+    with pytest.raises(EvalError, match="scores 0 % on the first 5 prompts of single") as caught:
+        make_runner(tmp_path, model, FakeHandle(), n=6, floor=50.0).run((DENSE, SPARSE))
+    assert str(caught.value).count("expected ('zz', 'qq')") == 3
+    assert len(Store(tmp_path).results("dense")) == 5
+    # Fewer prompts than five are judged when they are done; other tasks are not judged at all.
+    with pytest.raises(EvalError, match="on the first 2 prompts"):
+        make_runner(tmp_path / "few", model, FakeHandle(), n=2, floor=50.0).run((DENSE,))
+    assert make_runner(tmp_path / "fwe", model, FakeHandle(), tasks=("fwe",), floor=50.0).run((DENSE,)) == 0
+
+
+def test_a_sparse_method_without_sparse_calls_stops(tmp_path, model):
+    with pytest.raises(EvalError, match=r"S=32, single/000000: no call of this generation was sparse"):
+        make_runner(tmp_path, model, FakeHandle(sparse_a_prompt=0)).run((DENSE, SPARSE))
+    assert len(Store(tmp_path).results("dense")) == 6
+
+
+def test_processes_share_the_prompts(tmp_path, model):
+    for rank in range(2):
+        make_runner(tmp_path, model, FakeHandle(), processes=Processes(rank, 2)).run((DENSE,))
+    files = {path.name: len(path.read_text().splitlines()) for path in (tmp_path / "results").iterdir()}
+    assert files == {"dense.rank0.jsonl": 3, "dense.rank1.jsonl": 3}
+    assert len(Store(tmp_path).results("dense")) == 6
+
+
+def test_other_ids_than_frozen_are_refused(tmp_path, model):
+    runner = make_runner(tmp_path, model, FakeHandle())
+    runner.renderer = Renderer(tokenizer(), chat=False)
+    with pytest.raises(EvalError, match="makes other ids"):
+        runner.run((DENSE,))
+
+
+def test_noise_keys_are_those_of_the_prompt():
+    keys = {generation.sequence_key(seed, f"qa/{i:06d}") for seed in range(3) for i in range(50)}
+    assert len(keys) == 150 and all(0 <= key < 2**63 for key in keys)
+
+
+def test_progress_prints_lines_without_a_terminal():
+    text = io.StringIO()
+    with Progress(Console(file=text), every=1000.0) as progress:
+        progress.stage("dense", 3, 1)
+        progress.step("fwe score 50.0")
+        assert text.getvalue() == ""
+        progress.end_stage()
+    assert text.getvalue() == "dense: 2/3, fwe score 50.0\n"
+    quiet = io.StringIO()
+    with Progress(Console(file=quiet), quiet=True, every=0) as progress:
+        progress.stage("dense", 1)
+        progress.step()
+        progress.end_stage()
+    assert quiet.getvalue() == ""
+
+
+def test_model_options_are_checked_before_loading(tmp_path):
+    def refuses(match, **options):
+        with pytest.raises(EvalError, match=match):
+            models.ModelSpec(**options).check()
+
+    refuses("no such directory.*builtin:tiny", name="./nowhere")
+    refuses("no such directory", name="nowhere")
+    refuses("large models", name="builtin:tiny", quant="int8")
+    refuses("fits on one device", name="builtin:tiny", device_map="auto")
+    if not torch.cuda.is_available():
+        refuses("sees no GPU", name="owner/name", device="cuda")
+    models.ModelSpec("owner/name").check()
+    models.ModelSpec("builtin:tiny").check()
+    models.ModelSpec(str(tmp_path)).check()
+    with pytest.raises(EvalError, match="cannot load the tokenizer"):
+        models.load_tokenizer(models.ModelSpec(str(tmp_path), offline=True))
+
+
+def test_a_model_is_told_from_another_of_its_name(tmp_path):
+    spec = models.ModelSpec(str(save_random_model(tmp_path)))
+    config = models.load_config(spec)
+    before = models.identity(spec, config)
+    assert models.context_limit(config) == 4096
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + " ")
+    assert models.identity(spec, config) != before
