@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-
 from latent_santa.eval.conditions import Condition
 
 

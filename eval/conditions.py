@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from latent_santa.config import SantaConfig
 from latent_santa.eval.errors import EvalError
+
+from latent_santa.config import SantaConfig
 
 METHODS = ("dense", "santa", "santa++", "centroid")
 ESTIMATORS = ("per_head", "pooled")

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-
 from latent_santa.patches.control import CACHE_NAMES
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from latent_santa.eval import freeze, models, report, tables
 from latent_santa.eval.conditions import Condition, expand
 from latent_santa.eval.errors import EvalError
@@ -22,6 +19,8 @@ from latent_santa.eval.runner import Runner
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
 from latent_santa.eval.store import Prompt, Store
+from rich.console import Console
+from rich.table import Table
 
 
 @dataclass

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from latent_santa.eval.paper_tables import MEAN
+from rich.table import Table
 
 COLUMNS = ("Method", "S", "KV (%)", "without routing (%)", "Acc (norm) (%)", "Acc (abs) (%)", "minus dense")
 PAPER_COLUMNS = ("paper: KV (%)", "paper: Acc (abs) (%)")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .draws import chosen, dot, gumbel_tile, log_inclusion, sequence_key, split, wait
-from .rowlist import append_suffix, append_union
+from .draws import dot, log_inclusion, split, wait
+from .rowlist import RUN, append_suffix, append_union, share_rows
 
 
 @triton.jit
@@ -35,37 +35,32 @@ def load_rows(base, row, ok, stride, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def head_view(
-    phi, tau, kth, last, line0, head, H, MP, team, ok, seed, g, h0, now, layer, HB: tl.constexpr, SHARED: tl.constexpr
-):
-    """phi, threshold tau, K-th score and selection ``(heads, rows)`` of the rows' teams, for heads from ``h0``."""
-    real = head < H
-    line = line0 + head
-    score = tl.load(phi + line[:, None] * MP + team[None, :], mask=real[:, None] & ok[None, :], other=float("-inf"))
-    t = tl.load(tau + line, mask=real, other=0.0)[:, None]
-    k = tl.load(kth + line, mask=real, other=0.0)[:, None]
-    at = tl.load(last + line, mask=real, other=0)[:, None]
-    noisy = score + tl.trans(gumbel_tile(seed, team, g, h0, now, layer, HB, SHARED))
-    picked = chosen(noisy, team[None, :], k, at) & real[:, None] & ok[None, :]
-    return score, t, k, picked
+def head_bits(flags, team, ok, h0, MP, HB: tl.constexpr):
+    """Whether the heads from ``h0`` selected the rows' teams, ``(heads, rows)``; no block of heads straddles words."""
+    bits = tl.load(flags + (h0 // 32) * MP + team, mask=ok, other=0)
+    return ((bits[None, :] >> (h0 % 32 + tl.arange(0, HB))[:, None]) & 1) != 0
 
 
 @triton.jit
 def pooled_bias(
-    phi, tau, kth, last, line0, H, MP, team, ok, seed, g, now, layer, HB: tl.constexpr, BN: tl.constexpr,
-    SHARED: tl.constexpr,
-):  # fmt: skip
-    """-log of the union's inclusion probability, ``(rows,)``, from the margins of all H heads."""
+    phi, tau, kth, flags, line0, H, MP, team, ok, HB: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr
+):
+    """-log of the union's inclusion probability, ``(rows,)``, from the margins of all H heads.
+
+    T_{h,-g} is the head's (K+1)-st score if it selected the team and its K-th if not.
+    """
     top = tl.full((BN,), float("-inf"), tl.float32)
     mass = tl.zeros((BN,), tl.float32)
     for h0 in range(0, H, HB):
         head = h0 + tl.arange(0, HB)
-        score, t, k, picked = head_view(
-            phi, tau, kth, last, line0, head, H, MP, team, ok, seed, g, h0, now, layer, HB, SHARED
-        )  # fmt: skip
-        margin = score - tl.where(picked, t, k)
+        real = head < H
+        line = line0 + head
+        score = tl.load(phi + line[:, None] * MP + team[None, :], mask=real[:, None] & ok[None, :], other=float("-inf"))
+        above = tl.load(tau + line, mask=real, other=0.0)[:, None]
+        below = tl.load(kth + line, mask=real, other=0.0)[:, None]
+        margin = score - tl.where(head_bits(flags, team, ok, h0, MP, HB), above, below)
         margin = tl.where(score == float("-inf"), float("-inf"), margin)
-        # a margin of +inf (threshold -inf) means certain inclusion; a large finite one does too, and has no inf - inf
+        # a margin of +inf (threshold -inf) means certain inclusion; a large finite one does too, without inf - inf
         margin = tl.minimum(margin, 1e4)
         new = tl.maximum(top, tl.max(margin, 0))
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -77,11 +72,11 @@ def pooled_bias(
 
 @triton.jit
 def attend_kernel(
-    q0, q1, k0, k1, values, team_of_row, flags, phi, tau, kth, last, index, visible, key, step, list_rows, list_teams,
-    part_out, part_max, part_sum, part_rows, scale, layer, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h, k0_b, k0_g, k0_n, k1_b,
+    q0, q1, k0, k1, values, team_of_row, flags, phi, corrections, tau, kth, index, visible, list_rows, list_teams,
+    part_out, part_max, part_sum, part_rows, scale, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h, k0_b, k0_g, k0_n, k1_b,
     k1_g, k1_n, v_b, v_g, v_n, visible_b, N, E, MP, G, H, CAPACITY, D0: tl.constexpr, D1: tl.constexpr,
     BD0: tl.constexpr, BD1: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
-    LANES: tl.constexpr, LATENT: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr, LATENT: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
     POOLED: tl.constexpr, ALL: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,17 +99,17 @@ def attend_kernel(
     keys0 = k0 + b.to(tl.int64) * k0_b + g.to(tl.int64) * k0_g
     keys1 = k1 + b.to(tl.int64) * k1_b + g.to(tl.int64) * k1_g
     vals = values + b.to(tl.int64) * v_b + g.to(tl.int64) * v_g
-    seed = sequence_key(key, b)
-    now = tl.load(step + b)
     line0 = bg.to(tl.int64) * H
     mine = ((bg.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * shares + share) * CAPACITY
     list_rows += mine
     list_teams += mine
+    owner = team_of_row + bg.to(tl.int64) * N
+    flags += bg.to(tl.int64) * WORDS * MP
+    per = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
+    row, team = share_rows(owner, 0, N, per, share, shares, LANES)
     wait(PDL)
 
-    union = append_union(
-        team_of_row + bg.to(tl.int64) * N, flags + bg.to(tl.int64) * MP, list_rows, list_teams, N, share, shares, ALL, LANES
-    )  # fmt: skip
+    union = append_union(row, team, owner, flags, list_rows, list_teams, N, per, share, shares, MP, WORDS, ALL, LANES)
     total = append_suffix(
         index, visible, visible_b, list_rows, list_teams, union, E, b, share, shares, MASKED, LANES
     )  # fmt: skip
@@ -143,16 +138,13 @@ def attend_kernel(
             sampled = ok & (team >= 0)
             known = tl.maximum(team, 0)
             if POOLED:
-                bias = pooled_bias(
-                    phi, tau, kth, last, line0, H, MP, known, sampled, seed, g, now, layer, HB, BN, SHARED
-                )  # fmt: skip
+                bias = pooled_bias(phi, tau, kth, flags, line0, H, MP, known, sampled, HB, BN, SHARED)
                 score += tl.where(sampled, bias, 0.0)[None, :]
             else:
-                routed, t, _, picked = head_view(
-                    phi, tau, kth, last, line0, head, H, MP, known, sampled, seed, g, h0, now, layer, HB, SHARED
-                )  # fmt: skip
-                weighted = score - log_inclusion(routed - t)
-                score = tl.where(sampled[None, :], tl.where(picked, weighted, float("-inf")), score)
+                # log corrections exist where the head selected the team, and elsewhere its rows count for nothing
+                picked = head_bits(flags, known, sampled, h0, MP, HB)
+                log_c = tl.load(corrections + (line0 + head)[:, None] * MP + known[None, :], mask=picked, other=float("inf"))
+                score -= tl.where(sampled[None, :], log_c, 0.0)
         score = tl.where(ok[None, :], score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)

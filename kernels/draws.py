@@ -84,34 +84,6 @@ def log_inclusion(x):
 
 
 @triton.jit
-def ordered(value, index):
-    """Pack float32 scores and int32 indices into int64 keys: by score, equal scores by lower index, largest first."""
-    bits = value.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@triton.jit
-def score_of(packed):
-    """The scores of :func:`ordered` keys."""
-    bits = (packed >> 32).to(tl.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def index_of(packed):
-    """The indices of :func:`ordered` keys."""
-    return (0x7FFFFFFF - (packed & 0xFFFFFFFF)).to(tl.int32)
-
-
-@triton.jit
-def chosen(score, team, kth, last):
-    """Whether a head selected a team: it is among the K largest scores, whose least is ``kth`` of team ``last``."""
-    return (score > kth) | ((score == kth) & (team <= last))
-
-
-@triton.jit
 def split(x, dtype: tl.constexpr):
     """float32 as two parts of ``dtype`` whose sum keeps about twice its precision."""
     high = x.to(dtype)

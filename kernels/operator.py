@@ -21,11 +21,13 @@ from .plan import (
     Plan,
     Shapes,
     Workspace,
+    candidate_blocks,
     launches_early,
     list_capacity,
     padded_teams,
     power,
     processors,
+    words,
 )
 from .route import route_kernel
 from .select import select_kernel
@@ -166,7 +168,7 @@ class Call:
         route_kernel[grid](
             self.query[0], self.query[-1], *keys, *scales, teams.sizes, teams.count, self.draw.key, self.draw.step,
             held.phi, held.tops, held.flags, self.scale, self.draw.layer, *self._query_strides(),
-            *keys[0].stride()[:3], *keys[1].stride()[:3], s.teams, padded_teams(s.teams), s.groups, s.heads,
+            *keys[0].stride()[:3], *keys[1].stride()[:3], s.teams, padded_teams(s.teams), s.groups, s.heads, words(s.heads),
             D0=s.dims[0], D1=s.dims[-1], BD0=power(s.dims[0], 16), BD1=power(s.dims[-1], 16), T=p.route_teams,
             HB=p.route_heads, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, BITS=s.bits, GROUP0=groups[0],
             GROUP1=groups[1], STAGES=p.route_stages, DTYPE=ELEMENT[s.dtype], PDL=self.early, **options,
@@ -176,14 +178,11 @@ class Call:
         """Find every head's threshold and flag its teams."""
         s, p, held = self.shapes, self.plan, self.held
         padded = padded_teams(s.teams)
-        width = power(self.k + 1, 16)
-        tops = power(max(padded // BLOCK, width))
-        coarse = min(tops, max(width, p.select_coarse))
         select_kernel[(s.heads, s.batch * s.groups)](
-            held.tops, held.phi, held.flags, self.teams.count, self.draw.key, self.draw.step, held.blocks,
-            held.thresholds[0], held.thresholds[1], held.last, self.draw.layer, self.k, padded, s.groups, s.heads,
-            NT=tops, FOLD=tops // coarse, WIDTH=width, CHUNK=max(p.select_chunk, width // BLOCK), SHARED=self.shared,
-            PDL=self.early, **self._launch(p.select_warps),
+            held.tops, held.phi, held.flags, held.corrections, self.teams.count, self.draw.key, self.draw.step,
+            held.blocks, held.thresholds[0], held.thresholds[1], self.draw.layer, self.k, padded, s.groups, s.heads,
+            words(s.heads), NT=power(padded // BLOCK), NB=candidate_blocks(self.k), SHARED=self.shared, PDL=self.early,
+            **self._launch(p.select_warps),
         )  # fmt: skip
 
     def attend(self) -> None:
@@ -197,13 +196,13 @@ class Call:
             options.pop("launch_pdl", None)
         attend_kernel[(p.shares, -(-s.heads // p.attend_heads), s.batch * s.groups)](
             self.query[0], self.query[-1], first, second, rows.values, self.teams.team_of_row, held.flags, held.phi,
-            held.thresholds[0], held.thresholds[1], held.last, self.suffix.index, mask, self.draw.key, self.draw.step,
-            held.list_rows, held.list_teams, held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows,
-            self.scale, self.draw.layer, *self._query_strides(), *first.stride()[:3], *second.stride()[:3],
+            held.corrections, held.thresholds[0], held.thresholds[1], self.suffix.index, mask, held.list_rows,
+            held.list_teams, held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows,
+            self.scale, *self._query_strides(), *first.stride()[:3], *second.stride()[:3],
             *rows.values.stride()[:3], mask.stride(0), s.prompt, s.suffix, padded_teams(s.teams), s.groups, s.heads,
             power(list_capacity(s, p)), D0=s.dims[0], D1=s.dims[-1], BD0=power(s.dims[0], 16),
             BD1=power(s.dims[-1], 16), V=s.values, BV=power(s.values, 16), HB=p.attend_heads, BN=p.attend_rows,
-            LANES=p.lanes, LATENT=self.latent, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, POOLED=self.pooled,
+            LANES=p.lanes, WORDS=words(s.heads), LATENT=self.latent, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, POOLED=self.pooled,
             ALL=self.everything, MASKED=visible is not None, DTYPE=ELEMENT[s.dtype], STAGES=p.attend_stages,
             PDL=self.early and not self.everything, **options,
         )  # fmt: skip

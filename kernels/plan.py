@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 RUN = 8
-BLOCK = 8
+BLOCK = 16
 
 
 def power(n: int, least: int = 1) -> int:
@@ -46,7 +46,6 @@ class Plan:
 
     Attributes:
         route_teams, route_heads: teams and heads of a routing block; ``route_programs`` walk a sequence's blocks.
-        select_chunk: blocks of 8 teams sorted at a time; ``select_coarse``: maxima that give the lower bound.
         attend_rows, attend_heads: rows and heads of an attention tile; ``shares`` programs split the rows;
             ``lanes`` rows are looked at in one go while the list is made.
         combine_values, combine_shares: the tile of partial sums read in one go.
@@ -57,9 +56,7 @@ class Plan:
     route_programs: int = 1
     route_stages: int = 2
     route_warps: int = 4
-    select_chunk: int = 64
-    select_coarse: int = 512
-    select_warps: int = 4
+    select_warps: int = 8
     attend_rows: int = 32
     attend_heads: int = 16
     attend_stages: int = 2
@@ -111,9 +108,9 @@ class Buffers:
     phi: Tensor
     tops: Tensor
     flags: Tensor
+    corrections: Tensor
     blocks: Tensor
     thresholds: Tensor
-    last: Tensor
     list_rows: Tensor
     list_teams: Tensor
     part_out: Tensor
@@ -152,7 +149,7 @@ class Workspace:
         padded = padded_teams(s.teams)
         capacity = list_capacity(s, p)
         blocks = -(-s.heads // p.attend_heads)
-        key = (s.batch, s.groups, s.heads, padded, s.values, p.shares, blocks, power(capacity), device)
+        key = (s.batch, s.groups, s.heads, padded, s.values, p.shares, blocks, power(capacity), candidate_blocks(s.teams_per_head), device)
         found = self._buffers.get(key)
         if found is None:
             q = s.batch * s.groups
@@ -163,10 +160,10 @@ class Workspace:
             found = self._buffers[key] = Buffers(
                 phi=empty(q, s.heads, padded),
                 tops=empty(q, s.heads, padded // BLOCK),
-                flags=empty(q, padded, dtype=torch.int8),
-                blocks=empty(q, s.heads, padded // BLOCK, dtype=torch.int32),
+                flags=empty(q, words(s.heads), padded, dtype=torch.int32),
+                corrections=empty(q, s.heads, padded),
+                blocks=empty(q, s.heads, candidate_blocks(s.teams_per_head), dtype=torch.int32),
                 thresholds=empty(2, q, s.heads),
-                last=empty(q, s.heads, dtype=torch.int32),
                 list_rows=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
                 list_teams=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
                 part_out=empty(q, s.heads, p.shares, s.values),
@@ -189,6 +186,16 @@ class Workspace:
 def padded_teams(teams: int) -> int:
     """M rounded up to whole routing blocks of any size."""
     return -(-teams // 128) * 128
+
+
+def words(heads: int) -> int:
+    """32-bit words that hold a bit a head."""
+    return -(-heads // 32)
+
+
+def candidate_blocks(teams_per_head: int) -> int:
+    """Blocks of teams that the selection looks into: K + 1 hold the K + 1 largest scores, with room for near ties."""
+    return power(teams_per_head + 1 + (teams_per_head + 1) // 4)
 
 
 def list_capacity(s: Shapes, p: Plan) -> int:

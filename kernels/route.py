@@ -1,4 +1,4 @@
-"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 8 teams.
+"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 16 teams.
 
 Algorithm 1, lines 3-7. Each program walks blocks of teams of one sequence and group. Teams are the rows of the matrix
 product, heads its columns. phi is kept, the noise is not: it is cheaper to draw again than to read back.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .draws import dot, gumbel_tile, sequence_key, split
 
-BLOCK = tl.constexpr(8)  # teams under one stored maximum
+BLOCK = tl.constexpr(16)  # teams under one stored maximum
 
 
 @triton.jit
@@ -73,14 +73,14 @@ def add_scores(
 @triton.jit
 def route_kernel(
     q0, q1, k0, k1, s0, s1, sizes, count, key, step, phi, tops, flags, scale, layer, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h,
-    k0_b, k0_g, k0_m, k1_b, k1_g, k1_m, M, MP, G, H, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr,
+    k0_b, k0_g, k0_m, k1_b, k1_g, k1_m, M, MP, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr,
     BD1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
     BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, head block, sequence * G + group) scores the team blocks i, i + programs, ... of T teams.
 
-    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 8)`` and clears ``flags (B G, MP)``, in the blocks that hold a
+    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 16)`` and clears ``flags (B G, words, MP)``, in the blocks that hold a
     real team; nothing beyond them is read later.
     """
     if PDL:
@@ -133,4 +133,5 @@ def route_kernel(
         place = tile * (T // BLOCK) + tl.arange(0, T // BLOCK)
         tl.store(tops + line[None, :] * (MP // BLOCK) + place[:, None], top, mask=ok)
         if tl.program_id(1) == 0:
-            tl.store(flags + bg.to(tl.int64) * MP + team, tl.zeros((T,), tl.int8))
+            for word in range(WORDS):
+                tl.store(flags + (bg.to(tl.int64) * WORDS + word) * MP + team, tl.zeros((T,), tl.int32))

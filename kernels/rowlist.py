@@ -9,24 +9,38 @@ RUN = tl.constexpr(8)  # neighbouring rows that stay in one share: a 32-byte sec
 
 
 @triton.jit
-def append_union(team_of_row, flags, rows, teams, N, share, shares, ALL: tl.constexpr, LANES: tl.constexpr):
-    """List this share's rows whose team is flagged (ALL: in any team); the rows' number is returned.
+def share_rows(team_of_row, start, N, per, share, shares, LANES: tl.constexpr):
+    """Rows ``start .. start + LANES - 1`` of this share and their teams, -1 where there is none.
 
     Runs of 8 rows are dealt to the shares in turn, so that a cluster of selected neighbours is spread over them.
     """
-    per = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
+    i = start + tl.arange(0, LANES)
+    row = ((i // RUN) * shares + share) * RUN + i % RUN
+    return row, tl.load(team_of_row + row, mask=(row < N) & (i < per), other=-1)
+
+
+@triton.jit
+def append_union(
+    row, team, team_of_row, flags, rows, teams, N, per, share, shares, MP, WORDS: tl.constexpr, ALL: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """List this share's rows whose team is flagged (ALL: in any team); the rows' number is returned.
+
+    The first LANES rows and their teams come loaded: they do not depend on the selection.
+    """
     held = 0
     for start in range(0, per, LANES):
-        i = start + tl.arange(0, LANES)
-        row = ((i // RUN) * shares + share) * RUN + i % RUN
-        team = tl.load(team_of_row + row, mask=(row < N) & (i < per), other=-1)
         wanted = team >= 0
         if not ALL:
-            wanted = tl.load(flags + team, mask=wanted, other=0) != 0
+            any = tl.zeros((LANES,), tl.int32)
+            for word in tl.static_range(WORDS):
+                any |= tl.load(flags + word * MP + team, mask=wanted, other=0)
+            wanted = any != 0
         place = held + tl.cumsum(wanted.to(tl.int32), 0) - 1
         tl.store(rows + place, row, mask=wanted)
         tl.store(teams + place, team, mask=wanted)
         held += tl.sum(wanted.to(tl.int32), 0)
+        row, team = share_rows(team_of_row, start + LANES, N, per, share, shares, LANES)
     return held
 
 

@@ -1,4 +1,4 @@
-"""The cache that owns the teams: cropping, resetting, copying, reordering, adoption, turns, and frozen representatives."""
+"""The cache that owns the teams: crops, resets, copies, reordering, adoption, turns, and frozen representatives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def rows_and_teams(cache):
 
 
 def same_state(found, wanted):
-    return all(a.equal(b) for ours, theirs in zip(found, wanted, strict=True) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        a.equal(b) for ours, theirs in zip(found, wanted, strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def test_rows_stay_in_place_and_the_suffix_grows_in_blocks(model):
@@ -66,7 +68,9 @@ def test_rows_stay_in_place_and_the_suffix_grows_in_blocks(model):
         assert [layer.keys.data_ptr() for layer in cache.layers] == places
         for layer, old in zip(cache.layers, rows, strict=True):
             assert layer.keys.shape[-2] == 57 and layer.keys[..., :54, :].equal(old)
-            assert layer.keys.untyped_storage().nbytes() // (4 * layer.keys.shape[1] * layer.keys.shape[-1]) <= 50 + SLACK
+            assert (
+                layer.keys.untyped_storage().nbytes() // (4 * layer.keys.shape[1] * layer.keys.shape[-1]) <= 50 + SLACK
+            )
         for _ in range(2):  # past the end of the buffers
             wanted = [torch.cat((layer.keys, layer.keys[..., :SLACK, :]), -2) for layer in cache.layers]
             for layer in cache.layers:
@@ -74,9 +78,8 @@ def test_rows_stay_in_place_and_the_suffix_grows_in_blocks(model):
             assert all(layer.keys.equal(w) for layer, w in zip(cache.layers, wanted, strict=True))
 
 
-def test_nothing_expanded_is_held(model):
-    if not hasattr(model.config, "kv_lora_rank"):
-        pytest.skip("MLA")
+def test_nothing_expanded_is_held():
+    model = tiny_model("deepseek_v2")
     with latent_santa.patch(model, **SMALL):
         cache = decode_by_hand(model, prompt(50), 3)[2]
     for layer in cache.layers:
@@ -88,29 +91,30 @@ def test_nothing_expanded_is_held(model):
 def test_representatives_are_frozen_and_contributions_are_current(model):
     """Routing keys keep their prefill values when the cache's rows change; what is attended follows the rows."""
     with latent_santa.patch(model, **SMALL) as santa:
-        cache = generate(model, prompt(50), 1).copy().pop(cache_name(model))
+        cache = cache_of(generate(model, prompt(50), 1))
         frozen = [[part.clone() for part in layer.grouped.teams.routing_keys] for layer in cache.layers]
-        for layer, parts in zip(cache.layers, frozen, strict=True):
-            parts_now = (layer.keys, layer.values)[: len(parts)]
+        replayed = 0
+        for number, (layer, parts) in enumerate(zip(cache.layers, frozen, strict=True)):
             place = layer.grouped.teams.representative.long()
-            for part, rows in zip(parts, parts_now, strict=True):
+            for part, rows in zip(parts, (layer.keys, layer.values), strict=False):
                 found = rows.gather(2, place[..., None].expand(-1, -1, -1, rows.shape[-1]))
-                later = place < 49  # the replay wrote the last row again, which the frozen copy does not follow
-                assert found[later].equal(part[later])
-                assert layer is cache.layers[0] or later.all() or not found.equal(part)
+                assert found[place < 49].equal(part[place < 49])
+                if number:  # below the first layer the replay changed the last row, which its copy does not follow
+                    replayed += int(((found != part).any(-1) & (place == 49)).sum())
+        assert replayed == len(parts) * (1 if santa.layout == "mla" else 2)
         twin = copy.deepcopy(cache)
+        for layer in twin.layers:
+            layer.keys.mul_(-2)
         santa.reset()
         scores = step(model, cache, prompt(1))
-        for layer in twin.layers:
-            layer.values.mul_(-2)
-        counted = santa.access.totals()
+        union = santa.access.per_layer()[0]["union"]
         santa.reset()
         changed = step(model, twin, prompt(1))
+        # the first layer's query depends on the token alone, so the same teams are read, but of other rows
+        assert santa.access.per_layer()[0]["union"] == union
         for layer, parts in zip(twin.layers, frozen, strict=True):
             assert all(a.equal(b) for a, b in zip(layer.grouped.teams.routing_keys, parts, strict=True))
         assert not torch.allclose(changed, scores, atol=1e-2)
-        if santa.layout == "gqa":  # the first layer's queries do not depend on values: the same teams are read
-            assert santa.access.per_layer()[0]["union"] * 2 <= counted["union"] * 2
 
 
 def test_crop_within_the_suffix_keeps_the_teams(model):
@@ -227,13 +231,13 @@ def test_a_cache_that_an_unpatched_model_filled_is_adopted(model, cut):
 def test_a_long_turn_on_an_adopted_cache_groups_all_of_it(model):
     ids = prompt(60)
     with latent_santa.patch(model, **SMALL) as santa:
-        cache = filled_cache_of_unpatched(model, santa, ids[:, :40])
+        cache = filled_by_a_twin(model, ids[:, :40])
         step(model, cache, ids[:, 40:])
         assert steps(santa)[-1][0::2] == (16, 0)
         assert all(layer.grouped.stop == 60 and layer.grouped.exact == () for layer in cache.layers)
 
 
-def filled_cache_of_unpatched(model, santa, ids):
+def filled_by_a_twin(model, ids):
     plain = type(model)(model.config).eval()
     plain.load_state_dict(model.state_dict())
     return filled_cache(plain, ids)
@@ -267,7 +271,7 @@ def test_three_turns_group_new_teams_beside_the_old(model):
     assert counts[1] == [(16, 4 + e, 66 + e) for e in range(5)]
     # 6 rows are fewer than P: a dense call without replay, after which they and the 4 tokens before are suffix
     assert counts[2] == [(0, 0, 76), *((16, 4 + 4 + 6 + e, 76 + e) for e in range(1, 5))]
-    assert counts[3] == [(16 + 4, 14 + 4 + e, 89 + e) for e in range(5)]
+    assert counts[3] == [(16 + 3, 14 + 4 + e, 89 + e) for e in range(5)]
     layer = cache.layers[0]
     assert layer.grouped.exact == ((40, 44), (66, 80)) and layer.grouped.stop == 89
     for old, new in zip(teams[:-1], teams[1:], strict=True):

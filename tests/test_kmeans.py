@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from latent_santa import kmeans
+from latent_santa import minibatch
 from latent_santa.kmeans import inertia, minibatch_kmeans
 
 ENGINES = ("sklearn", "torch")
@@ -72,7 +72,7 @@ def test_torch_engine_is_as_good_as_scikit_learn(make, width, lengths):
     for name, fit in {
         "sklearn": lambda seed: minibatch_kmeans(points, lengths, clusters, seed, "sklearn"),
         "torch": lambda seed: minibatch_kmeans(points, lengths, clusters, seed, "torch"),
-        "batched": lambda seed: kmeans._torch_labels(points, lengths, clusters, seed, group=len(lengths)),
+        "batched": lambda seed: minibatch.torch_labels(points, lengths, clusters, seed, group=len(lengths)),
     }.items():
         labels = [fit(seed) for seed in range(2)]
         assert_valid(labels[0], lengths, clusters)
@@ -91,7 +91,7 @@ def test_half_rows_cluster_as_float32_rows_do(offset):
     points = points.bfloat16()
     clusters = parents(lengths)
     exact, halves = (
-        torch.stack([inertia(points, lengths, kmeans._cluster(x, lengths, clusters, seed)) for seed in range(3)]).mean(
+        torch.stack([inertia(points, lengths, minibatch._cluster(x, lengths, clusters, seed)) for seed in range(3)]).mean(
             0
         )
         for x in (points.float(), points)
@@ -117,10 +117,10 @@ def test_seeding_does_not_depend_on_the_batch():
     lengths, clusters = [400, 13000, 37], [90, 60, 5]
     points = torch.randint(-8, 9, (3, 13000, 6), generator=g).float()
     norms = points.square().sum(-1)
-    together = kmeans._seed_centers(points, norms, lengths, clusters, 7)
+    together = minibatch._seed_centers(points, norms, lengths, clusters, 7)
     for q, (n, k) in enumerate(zip(lengths, clusters, strict=True)):
         mine = slice(q, q + 1)
-        alone = kmeans._seed_centers(points[mine, :n].contiguous(), norms[mine, :n].contiguous(), [n], [k], 7)
+        alone = minibatch._seed_centers(points[mine, :n].contiguous(), norms[mine, :n].contiguous(), [n], [k], 7)
         assert torch.equal(together[q, :k], alone[0])
         assert len(alone[0].unique(dim=0)) == k  # a row at distance 0 is never drawn
 
@@ -134,12 +134,12 @@ def test_seeding_is_greedy_like_scikit_learn():
     def potential(centers):
         return torch.cdist(points[0].double(), centers.double()).square().amin(1).sum()
 
-    ours = sum(potential(kmeans._seed_centers(points, norms, [800], [50], seed)[0]) for seed in range(8))
+    ours = sum(potential(minibatch._seed_centers(points, norms, [800], [50], seed)[0]) for seed in range(8))
     theirs = sum(
         potential(torch.from_numpy(kmeans_plusplus(points[0].numpy(), 50, random_state=seed)[0])) for seed in range(8)
     )
     assert abs(ours / theirs - 1) < 0.03  # with one trial instead of five: 15 % more
-    assert [kmeans._init_size(*case) for case in ((5000, 300), (13000, 60), (200000, 12500))] == [5000, 12288, 37500]
+    assert [minibatch._init_size(*case) for case in ((5000, 300), (13000, 60), (200000, 12500))] == [5000, 12288, 37500]
 
 
 def test_fitting_does_not_depend_on_the_batch():
@@ -150,10 +150,10 @@ def test_fitting_does_not_depend_on_the_batch():
     points = towns[torch.arange(5000) % 4] + torch.randn(3, 5000, 3, generator=g)
     centers, norms = towns.expand(3, 4, 3), points.square().sum(-1)
     real = torch.arange(4) < clusters[:, None]
-    together = kmeans._fit(points, norms, centers, real, lengths, clusters, 9)
+    together = minibatch._fit(points, norms, centers, real, lengths, clusters, 9)
     for q, k in enumerate(clusters.tolist()):
         one = slice(q, q + 1)
-        alone = kmeans._fit(points[one], norms[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9)
+        alone = minibatch._fit(points[one], norms[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9)
         torch.testing.assert_close(together[q, :k], alone[0], rtol=1e-5, atol=1e-5)
         assert not torch.equal(alone[0], towns[:k])
 
@@ -189,7 +189,7 @@ def test_degenerate_problems(engine, group):
     points[3] = 0.3
     points[4] = torch.randn(40, 4, generator=g)
     if group:
-        labels = kmeans._torch_labels(points, lengths, clusters, 0, group)
+        labels = minibatch.torch_labels(points, lengths, clusters, 0, group)
     else:
         labels = minibatch_kmeans(points, lengths, clusters, engine=engine)
     assert_valid(labels, lengths, clusters)
@@ -202,7 +202,7 @@ def test_degenerate_problems(engine, group):
 def test_nearest_takes_the_lowest_of_equal_centers_and_no_padding_center():
     centers = torch.tensor([[[5.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
     real = torch.tensor([[True, True, True, False]])
-    score, label = kmeans._nearest(torch.tensor([[[1.5, 0.0], [0.0, 0.0], [4.0, 1.0]]]), centers, real)
+    score, label = minibatch._nearest(torch.tensor([[[1.5, 0.0], [0.0, 0.0], [4.0, 1.0]]]), centers, real)
     assert label.tolist() == [[1, 1, 0]]
     assert score.tolist() == [[1 - 3.0, 1.0, 25 - 40.0]]
 
@@ -211,23 +211,23 @@ def test_nearest_takes_the_lowest_of_equal_centers_and_no_padding_center():
 def test_half_rows_meet_centers_of_more_than_half_precision(dtype):
     g = torch.Generator().manual_seed(3)
     rows, centers = torch.randn(1, 50, 64, generator=g).to(dtype), torch.randn(1, 9, 64, generator=g)
-    score, label = kmeans._nearest(rows, centers, torch.ones(1, 9, dtype=torch.bool))
+    score, label = minibatch._nearest(rows, centers, torch.ones(1, 9, dtype=torch.bool))
     exact = torch.cdist(rows.double(), centers.double()).square() - rows.double().square().sum(-1, keepdim=True)
     torch.testing.assert_close(score.double(), exact.amin(-1), rtol=0, atol=2e-3)
     assert torch.equal(label, exact.argmin(-1))
 
 
-def new_fit(length, k, centers, **state) -> kmeans._Fit:
+def new_fit(length, k, centers, **state) -> minibatch._Fit:
     problems, padded, _ = centers.shape
     defaults = {
-        "problem": torch.arange(problems), "length": torch.tensor(length), "k": torch.tensor(k),
+        "length": torch.tensor(length), "k": torch.tensor(k),
         "real": torch.arange(padded) < torch.tensor(k)[:, None], "centers": centers,
         "counts": torch.zeros(problems, padded), "since": torch.zeros(problems, dtype=torch.int64),
         "smooth": torch.zeros(problems, dtype=torch.float64),
         "lowest": torch.full((problems,), torch.inf, dtype=torch.float64),
         "stale": torch.zeros(problems, dtype=torch.int64), "running": torch.ones(problems, dtype=torch.bool),
     }  # fmt: skip
-    return kmeans._Fit(**(defaults | state))
+    return minibatch._Fit(**(defaults | state))
 
 
 def test_centers_move_to_the_mean_of_all_their_rows_and_stopped_ones_stay():

@@ -91,7 +91,9 @@ def test_decoding_never_expands_the_cache(monkeypatch):
     model, ids = tiny_model("deepseek_v2"), prompt(61)
     rows, kind = [], type(model.model.layers[0].self_attn)
     expand = kind.expand_kv
-    monkeypatch.setattr(kind, "expand_kv", lambda self, c, k: (rows.append(("expand", c.shape[2])), expand(self, c, k))[1])
+    monkeypatch.setattr(
+        kind, "expand_kv", lambda self, c, k: (rows.append(("expand", c.shape[2])), expand(self, c, k))[1]
+    )
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj.register_forward_pre_hook(lambda _, args: rows.append(("project", args[0].shape[-2])))
     generate(model, ids, 3)

@@ -50,7 +50,8 @@ def add_parser(subparsers: Any) -> None:
     add("--haystack", default="prose", help="filler of builtin prompts: prose, pydoc or file:PATH")
     add("--length", type=int, help="tokens of prompt and answer together (8192; builtin:tiny 2048)")
     add("--tasks", help="all, mla3 (niah_multivalue, fwe, qa_1) or a list (mla3; builtin:tiny four of its tasks)")
-    add("--n", type=int, help="prompts a task (50; builtin:tiny 4)")
+    # Launchers read ahead and take --n for an abbreviation of an option of their own.
+    add("--n", "--prompts", type=int, help="prompts a task (50; builtin:tiny 4); write --prompts behind a launcher")
     add("--select", default="sample", choices=("sample", "first"), help="which records of official data")
     add("--methods", type=_list(str), default=["dense", "santa++"], help="dense,santa,santa++,centroid (dense,santa++)")
     add("--budgets", help="nominal budgets S (128,256,512,1024; builtin:tiny 32,128,512)")

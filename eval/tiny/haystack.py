@@ -46,8 +46,8 @@ def sentence(rng: Random) -> str:
 
     def clause() -> str:
         thing = f"{rng.choice(('the', 'one', 'another', 'this'))} {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}"
-        place = f" {rng.choice(('near', 'behind', 'in', 'outside'))} the {rng.choice(_PLACES)}" if rng.random() < 0.6 else ""
-        return f"{person()} {rng.choice(_DEEDS)} {thing}{place}"
+        place = f" {rng.choice(('near', 'behind', 'in', 'outside'))} the {rng.choice(_PLACES)}"
+        return f"{person()} {rng.choice(_DEEDS)} {thing}{place if rng.random() < 0.6 else ''}"
 
     text = clause()
     if rng.random() < 0.35:

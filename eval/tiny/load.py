@@ -20,10 +20,11 @@ def load_tiny(dtype: Any = "float32", device: str = "cpu") -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    missing = [n for n in ("config.json", "model.safetensors", "tokenizer.json") if not (MODEL_DIRECTORY / n).is_file()]
+    needed = ("config.json", "model.safetensors", "tokenizer.json")
+    missing = [name for name in needed if not (MODEL_DIRECTORY / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{MODEL_DIRECTORY} lacks {', '.join(missing)}; install the package with its data files")
+        raise FileNotFoundError(f"{MODEL_DIRECTORY} lacks {', '.join(missing)}: install the package with its data")
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=chosen, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=chosen, local_files_only=True)
     return model.to(device).eval(), tokenizer

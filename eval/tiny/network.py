@@ -194,6 +194,7 @@ class Network(nn.Module):
         cos, sin = self.cos[:length].repeat(batch, 1), self.sin[:length].repeat(batch, 1)
         x = self.model.embed_tokens(ids.reshape(-1)).to(self.activations)
         for layer in self.model.layers:
+            assert isinstance(layer, Layer)
             a, m = layer.self_attn, layer.mlp
             parts = self.before(
                 x,

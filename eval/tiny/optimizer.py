@@ -28,7 +28,7 @@ class MuonAdamW:
     def __init__(
         self, network: nn.Module, learning_rate: float = 0.02, other_rate: float = 4e-3, weight_decay: float = 0.1
     ) -> None:
-        stacks: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        stacks: dict[tuple[int, ...], list[Tensor]] = {}
         self.others: list[nn.Parameter] = []
         for name, weight in network.named_parameters():
             if weight.ndim == 2 and "embed" not in name:

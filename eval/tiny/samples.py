@@ -95,14 +95,16 @@ class Sampler:
         return rng.choices(self._prose.sets, weights=self._prose.weights)[0]
 
     def _keys(self, rng: Random, n: int, mix: Mix) -> list[str]:
-        kind = rng.choices(("made", "english", "listed"), weights=(mix.made, mix.english, 1 - mix.made - mix.english))[0]
+        weights = (mix.made, mix.english, 1 - mix.made - mix.english)
+        kind = rng.choices(("made", "english", "listed"), weights=weights)[0]
         most = {"made": n, "english": len(self._prose.english), "listed": len(KEYS)}[kind]
         return draw_keys(rng, min(n, most), kind, self._prose.english, evaluation=False)
 
     def _pairs(self, rng: Random, length: int) -> Sample:
         """Warm-up: made-up word pairs, listed once and then repeated in another order."""
         pool = rng.choice((KEYS, CIPHERS, NAMES, KEYS + NAMES + TOWNS))
-        middle = [rng.choice((" to", " is", ":", " plays", " eats", " left", " teaches"))] if rng.random() < 0.25 else []
+        link = rng.choice((" to", " is", ":", " plays", " eats", " left", " teaches"))
+        middle = [link] if rng.random() < 0.25 else []
         n = (length - 8) // (2 * (3 + len(middle)))
         n = min(n, len(pool) // 2 - 1, rng.choice((4, 8, 16, 32, 64, 128)))
         words = rng.sample(pool, 2 * n)
@@ -118,9 +120,7 @@ class Sampler:
             ids += tokens
         return Sample(ids, spans, "pairs")
 
-    def _flights(
-        self, rng: Random, room: int, length: int, gap: int, mix: Mix
-    ) -> tuple[list[str], list[Question]]:
+    def _flights(self, rng: Random, room: int, length: int, gap: int, mix: Mix) -> tuple[list[str], list[Question]]:
         digits, form = rng.choice((5, 6, 7, 7, 7)), rng.random()
         lines = form >= 0.72
         if form < 0.10:
@@ -198,7 +198,7 @@ class Sampler:
             chains.append(chain)
             asked.append(ask_trace(value, boxes))
         left = min(int(60 + 0.22 * length), room - used)
-        questions = []
+        questions: list[Question] = []
         for question in rng.sample(asked, len(asked)):
             left -= self._turn(question)
             if left < 0 or len(questions) >= 8:
