@@ -236,11 +236,8 @@ def test_chunked_prefill_is_the_prefill_in_one(model, parents, size, first_token
     ids, mask = padded([37, 64, 98])  # no size leaves a last chunk of one token, which would be a decoding call
     with latent_santa.patch(model, **{**SMALL, "parents": parents}, first_token=first_token) as santa:
         santa.shadow = True
-        wanted, counts, errors = (
-            generate(model, ids, attention_mask=mask),
-            santa.access.as_dict(),
-            santa.shadow_errors(),
-        )
+        wanted = generate(model, ids, attention_mask=mask)
+        counts, errors = santa.access.as_dict(), santa.shadow_errors()
         santa.reset()
         found = generate(model, ids, attention_mask=mask, prefill_chunk_size=size)
         assert_same(found, wanted)

@@ -7,15 +7,14 @@ import re
 from random import Random
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
-
 from latent_santa.eval.scoring import score
 from latent_santa.eval.tiny import HARD_TASKS, TASKS, haystack, rows, words
 from latent_santa.eval.tiny.curriculum import mix
 from latent_santa.eval.tiny.encoder import PieceEncoder
 from latent_santa.eval.tiny.load import MODEL_DIRECTORY
 from latent_santa.eval.tiny.samples import Prose, Sampler
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 ALL = TASKS + HARD_TASKS
 
@@ -101,7 +100,7 @@ def test_options_change_the_prompt(tokenizer):
     assert len(first("multivalue", values=6).references) == 6
     assert len(first("multiquery", queries=2).references) == 2
     assert len(first("vt", hops=2).references) == 3
-    assert first("vt", chains=4).input.count(" Set ") == 4
+    assert first("vt", chains=4).input.count(". Set ") == 4
     assert len(first("single", digits=5).references[0]) == 5
     for kind in words.KEY_KINDS:
         key = first("single", keys=kind).answer_prefix.removeprefix("Flight ")
@@ -146,7 +145,7 @@ def test_keys_of_evaluation_never_occur_in_training():
 def test_help_topics_are_divided():
     held, trained = set(haystack.topics(held_out=True)), set(haystack.topics(held_out=False))
     assert len(held) > 100 and len(trained) > 1000
-    assert len(held & trained) < 0.05 * len(held)  # a few standard phrases are in several topics
+    assert not held & trained
 
 
 def test_generated_numbers_score_as_the_benchmark_scores():

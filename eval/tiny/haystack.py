@@ -84,7 +84,8 @@ def split_sentences(text: str) -> list[str]:
 
 @lru_cache(maxsize=2)
 def topics(held_out: bool) -> list[str]:
-    """Sentences of the interpreter's help topics: one topic in four (by CRC-32 of its name) is held out of training.
+    """Sentences of the interpreter's help topics: one topic in four (by CRC-32 of its name) is held out of training,
+    less what the others say too.
 
     Raises RuntimeError where the interpreter was installed without `pydoc_data`.
     """
@@ -92,8 +93,13 @@ def topics(held_out: bool) -> list[str]:
         from pydoc_data.topics import topics as texts
     except ImportError as error:
         raise RuntimeError("this interpreter has no help topics (pydoc_data); use the 'grammar' haystack") from error
-    chosen = [name for name in sorted(texts) if (zlib.crc32(name.encode()) % 4 == 0) == held_out]
-    return [piece for name in chosen for piece in split_sentences(texts[name])]
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    for name in sorted(texts):
+        parts[zlib.crc32(name.encode()) % 4 == 0] += split_sentences(texts[name])
+    if not held_out:
+        return parts[False]
+    trained = set(parts[False])  # topics share passages
+    return [piece for piece in parts[True] if piece not in trained]
 
 
 def docstrings() -> list[str]:

@@ -2,7 +2,7 @@
 
     python -m latent_santa.eval.tiny.train --out OUT
     python -m latent_santa.eval.tiny.train --out OUT --resume
-    python -m latent_santa.eval.tiny.train --out OUT --device cpu --steps 60 --small --tokens 1088 --longest 136 --workers 0
+    python -m latent_santa.eval.tiny.train --out OUT --device cpu --steps 60 --small --tokens 1088 --workers 0
 
 OUT receives model.safetensors (bfloat16, the names of transformers' DeepseekV2ForCausalLM), checkpoint.pt (weights,
 optimizer and progress, replaced atomically) and log.jsonl. Copy model.safetensors over the one in `model/` to ship it.
@@ -10,7 +10,8 @@ The data are made while training runs; see `curriculum` for what is shown when, 
 
 Loss: mean cross-entropy of the answers' tokens + 0.1 times that of an eighth of all tokens. Learning rates: warm-up
 over 100 steps (a tenth of a shorter run), constant to 12 % of the run, then linear to zero. Every step has the same
-number of tokens, whatever the sequence length. With --steps and --workers 0 a resumed run repeats the uninterrupted one exactly.
+number of tokens, whatever the sequence length. With --steps and --workers 0 a resumed run repeats the
+uninterrupted one exactly.
 """
 
 from __future__ import annotations
