@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from latent_santa.eval.errors import EvalError
-
 from latent_santa.config import SantaConfig
+from latent_santa.eval.errors import EvalError
 
 METHODS = ("dense", "santa", "santa++", "centroid")
 ESTIMATORS = ("per_head", "pooled")

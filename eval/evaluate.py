@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from latent_santa.eval import freeze, models, report, tables
 from latent_santa.eval.conditions import Condition, expand
 from latent_santa.eval.errors import EvalError
@@ -19,8 +21,6 @@ from latent_santa.eval.runner import Runner
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
 from latent_santa.eval.store import Prompt, Store
-from rich.console import Console
-from rich.table import Table
 
 
 @dataclass
@@ -208,15 +208,16 @@ def _complete(store: Store, condition: Condition, wanted: set[str]) -> bool:
 def dry_run(evaluation: Evaluation) -> int:
     """Show what would be run: prompt lengths and the work they make. Writes nothing."""
     prompts, origin, warnings = evaluation.prompts()
-    console = Console()
+    console = tables.output_console()
     lengths: dict[str, list[int]] = defaultdict(list)
     caps: dict[str, int] = {}
     for prompt in prompts:
         lengths[prompt.row.task].append(prompt.n_tokens)
         caps[prompt.row.task] = prompt.row.max_new_tokens
-    table = Table(title=f"prompts: {report.data_statement({'origin': origin})}", title_justify="left")
-    for name in ("task", "prompts", "least tokens", "median", "most", "new tokens at most", "filled (%)"):
-        table.add_column(name, justify="left" if name == "task" else "right")
+    table = tables.plain_table(
+        f"prompts: {report.data_statement({'origin': origin})}",
+        ("task", "prompts", "least tokens", "median", "most", "new tokens at most", "filled (%)"),
+    )
     for task, found in lengths.items():
         found.sort()
         filled = 100 * (sum(found) / len(found) + caps[task]) / evaluation.request.length
@@ -236,9 +237,10 @@ def dry_run(evaluation: Evaluation) -> int:
 
 def show(summary: dict[str, Any], directory: Path, notes: list[str]) -> None:
     """Print the mean's table, or the only task's, and where the rest is."""
-    console = Console()
+    console = tables.output_console()
     column = MEAN if len(summary["tasks"]) > 1 else summary["tasks"][0]
     console.print(tables.terminal(summary, column))
+    console.print(f"Prompts: {summary['data']}.", markup=False, highlight=False)
     for note in [*tables.notes(summary), *notes]:
         console.print(f"- {note}", markup=False, highlight=False, soft_wrap=True)
     console.print(

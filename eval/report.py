@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from latent_santa.eval import paper_tables, statistics
 from latent_santa.eval.conditions import Condition, condition_from_dict
 from latent_santa.eval.paper_tables import MEAN

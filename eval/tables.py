@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from latent_santa.eval.paper_tables import MEAN
+from rich import box
+from rich.console import Console
 from rich.table import Table
+
+from latent_santa.eval.paper_tables import MEAN
 
 COLUMNS = ("Method", "S", "KV (%)", "without routing (%)", "Acc (norm) (%)", "Acc (abs) (%)", "minus dense")
 PAPER_COLUMNS = ("paper: KV (%)", "paper: Acc (abs) (%)")
@@ -137,12 +140,24 @@ def notes(summary: dict[str, Any]) -> list[str]:
     return found + [f"Warning: {warning}" for warning in summary["warnings"]]
 
 
+def output_console() -> Console:
+    """Standard output; where it is no terminal, wide enough for whole lines."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+def plain_table(heading: str, header: Sequence[str]) -> Table:
+    """An empty table with its first column on the left and the others on the right."""
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
+    for i, name in enumerate(header):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    return table
+
+
 def terminal(summary: dict[str, Any], column: str) -> Table:
     """One table for the terminal."""
     paper = has_paper_values(summary)
-    table = Table(title=title(summary, column), title_justify="left", caption=summary["data"], caption_justify="left")
-    for i, name in enumerate([*COLUMNS, *(PAPER_COLUMNS if paper else ())]):
-        table.add_column(name, justify="left" if i == 0 else "right")
+    table = plain_table(title(summary, column), [*COLUMNS, *(PAPER_COLUMNS if paper else ())])
     for row in summary["conditions"]:
         table.add_row(*cells(row, column, paper))
     return table

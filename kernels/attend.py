@@ -42,10 +42,10 @@ def head_bits(flags, team, ok, h0, MP, HB: tl.constexpr):
 
 
 @triton.jit
-def pooled_bias(
+def pooled_correction(
     phi, tau, kth, flags, line0, H, MP, team, ok, HB: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr
 ):
-    """-log of the union's inclusion probability, ``(rows,)``, from the margins of all H heads.
+    """log of the union's inclusion probability, ``(rows,)``, from the margins of all H heads.
 
     T_{h,-g} is the head's (K+1)-st score if it selected the team and its K-th if not.
     """
@@ -67,7 +67,7 @@ def pooled_bias(
         mass = mass * tl.exp(top - safe) + tl.sum(tl.exp(margin - safe[None, :]), 0)
         top = new
     joint = top if SHARED else top + tl.log(mass)
-    return -log_inclusion(joint)
+    return log_inclusion(joint)
 
 
 @triton.jit
@@ -106,10 +106,12 @@ def attend_kernel(
     owner = team_of_row + bg.to(tl.int64) * N
     flags += bg.to(tl.int64) * WORDS * MP
     per = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
-    row, team = share_rows(owner, 0, N, per, share, shares, LANES)
+    first_rows, first_teams = share_rows(owner, 0, N, per, share, shares, LANES)
     wait(PDL)
 
-    union = append_union(row, team, owner, flags, list_rows, list_teams, N, per, share, shares, MP, WORDS, ALL, LANES)
+    union = append_union(
+        first_rows, first_teams, owner, flags, list_rows, list_teams, N, per, share, shares, MP, WORDS, ALL, LANES
+    )  # fmt: skip
     total = append_suffix(
         index, visible, visible_b, list_rows, list_teams, union, E, b, share, shares, MASKED, LANES
     )  # fmt: skip
@@ -124,6 +126,19 @@ def attend_kernel(
         row = tl.load(list_rows + slot, mask=ok, other=0)
         team = tl.load(list_teams + slot, mask=ok, other=-1)
         k = load_rows(keys0, row, ok, k0_n, D0, BD0)
+        bias = tl.zeros((HB, BN), tl.float32)
+        if not ALL:
+            sampled = ok & (team >= 0)
+            known = tl.maximum(team, 0)
+            if POOLED:
+                log_c = pooled_correction(phi, tau, kth, flags, line0, H, MP, known, sampled, HB, BN, SHARED)
+                bias = tl.where(sampled, log_c, 0.0)[None, :] + bias
+            else:
+                # log corrections exist where the head selected the team; elsewhere its rows count for nothing
+                picked = head_bits(flags, known, sampled, h0, MP, HB)
+                log_c = tl.load(corrections + (line0 + head)[:, None] * MP + known[None, :], mask=picked, other=float("inf"))
+                bias = tl.where(sampled[None, :], log_c, 0.0)
+        bias = tl.where(ok[None, :], bias, float("inf"))
         score = dot(qa0, tl.trans(k), tl.zeros((HB, BN), tl.float32))
         if SPLIT:
             score = dot(la0, tl.trans(k), score)
@@ -133,19 +148,7 @@ def attend_kernel(
             if SPLIT:
                 score = dot(la1, tl.trans(r), score)
         v = k if LATENT else load_rows(vals, row, ok, v_n, V, BV)
-        score = score * scale
-        if not ALL:
-            sampled = ok & (team >= 0)
-            known = tl.maximum(team, 0)
-            if POOLED:
-                bias = pooled_bias(phi, tau, kth, flags, line0, H, MP, known, sampled, HB, BN, SHARED)
-                score += tl.where(sampled, bias, 0.0)[None, :]
-            else:
-                # log corrections exist where the head selected the team, and elsewhere its rows count for nothing
-                picked = head_bits(flags, known, sampled, h0, MP, HB)
-                log_c = tl.load(corrections + (line0 + head)[:, None] * MP + known[None, :], mask=picked, other=float("inf"))
-                score -= tl.where(sampled[None, :], log_c, 0.0)
-        score = tl.where(ok[None, :], score, float("-inf"))
+        score = score * scale - bias
         new = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
         old = tl.exp(top - safe)

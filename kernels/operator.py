@@ -22,6 +22,7 @@ from .plan import (
     Shapes,
     Workspace,
     candidate_blocks,
+    coarse,
     launches_early,
     list_capacity,
     padded_teams,
@@ -180,8 +181,8 @@ class Call:
         padded = padded_teams(s.teams)
         select_kernel[(s.heads, s.batch * s.groups)](
             held.tops, held.phi, held.flags, held.corrections, self.teams.count, self.draw.key, self.draw.step,
-            held.blocks, held.thresholds[0], held.thresholds[1], self.draw.layer, self.k, padded, s.groups, s.heads,
-            words(s.heads), NT=power(padded // BLOCK), NB=candidate_blocks(self.k), SHARED=self.shared, PDL=self.early,
+            held.blocks, held.ranked, held.thresholds[0], held.thresholds[1], self.draw.layer, self.k, padded, s.groups,
+            s.heads, words(s.heads), NT=power(padded // BLOCK), COARSE=coarse(s), NB=candidate_blocks(self.k), SHARED=self.shared, PDL=self.early,
             **self._launch(p.select_warps),
         )  # fmt: skip
 

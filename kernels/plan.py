@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 RUN = 8
-BLOCK = 16
+BLOCK = 4
 
 
 def power(n: int, least: int = 1) -> int:
@@ -95,9 +95,9 @@ def choose(s: Shapes) -> Plan:
         attend_rows=attend_rows,
         attend_heads=attend_heads,
         shares=shares,
-        lanes=min(power(per, 32), 2048),
+        lanes=min(power(per, 32), 1024),
         combine_values=min(power(s.values, 16), 64),
-        combine_shares=min(power(shares), 32),
+        combine_shares=min(power(shares), 128),
     )
 
 
@@ -110,6 +110,7 @@ class Buffers:
     flags: Tensor
     corrections: Tensor
     blocks: Tensor
+    ranked: Tensor
     thresholds: Tensor
     list_rows: Tensor
     list_teams: Tensor
@@ -163,6 +164,7 @@ class Workspace:
                 flags=empty(q, words(s.heads), padded, dtype=torch.int32),
                 corrections=empty(q, s.heads, padded),
                 blocks=empty(q, s.heads, candidate_blocks(s.teams_per_head), dtype=torch.int32),
+                ranked=empty(q, s.heads, coarse(s) + candidate_blocks(s.teams_per_head) * BLOCK, dtype=torch.int32),
                 thresholds=empty(2, q, s.heads),
                 list_rows=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
                 list_teams=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
@@ -195,7 +197,12 @@ def words(heads: int) -> int:
 
 def candidate_blocks(teams_per_head: int) -> int:
     """Blocks of teams that the selection looks into: K + 1 hold the K + 1 largest scores, with room for near ties."""
-    return power(teams_per_head + 1 + (teams_per_head + 1) // 4)
+    return power(teams_per_head + 1 + (teams_per_head + 1) // 4, 8)
+
+
+def coarse(s: Shapes) -> int:
+    """Maxima that are ranked for the first bound: enough that few blocks beyond K + 1 reach it."""
+    return min(power(padded_teams(s.teams) // BLOCK), max(2 * power(s.teams_per_head + 1), 32))
 
 
 def list_capacity(s: Shapes, p: Plan) -> int:

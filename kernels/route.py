@@ -1,4 +1,4 @@
-"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 16 teams.
+"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 4 teams.
 
 Algorithm 1, lines 3-7. Each program walks blocks of teams of one sequence and group. Teams are the rows of the matrix
 product, heads its columns. phi is kept, the noise is not: it is cheaper to draw again than to read back.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .draws import dot, gumbel_tile, sequence_key, split
 
-BLOCK = tl.constexpr(16)  # teams under one stored maximum
+BLOCK = tl.constexpr(4)  # teams under one stored maximum
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def route_kernel(
 ):  # fmt: skip
     """Program (i, head block, sequence * G + group) scores the team blocks i, i + programs, ... of T teams.
 
-    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 16)`` and clears ``flags (B G, words, MP)``, in the blocks that hold a
+    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 4)`` and clears ``flags (B G, words, MP)``, in the blocks that hold a
     real team; nothing beyond them is read later.
     """
     if PDL:
@@ -113,6 +113,7 @@ def route_kernel(
         team = tile * T + tl.arange(0, T)
         live = team < n
         size = tl.load(sizes + first + team, mask=live, other=0)
+        noise = gumbel_tile(seed, team, g, h0, now, layer, HB, SHARED)  # while the keys are on their way
         acc = tl.zeros((T, HB), tl.float32)
         acc = add_scores(
             acc, keys0, s0 + first * (D0 // GROUP0), team, live, k0_m, D0, BD0, qa0, la0, qb0, lb0, DTYPE, SPLIT, BITS,
@@ -125,7 +126,7 @@ def route_kernel(
             )  # fmt: skip
         score = acc * scale + tl.log(tl.maximum(size, 1).to(tl.float32))[:, None]
         score = tl.where((size > 0)[:, None], score, float("-inf"))
-        noisy = score + gumbel_tile(seed, team, g, h0, now, layer, HB, SHARED)
+        noisy = score + noise
         line = bg.to(tl.int64) * H + head
         ok = (head < H)[None, :]
         tl.store(phi + line[None, :] * MP + team[:, None], score, mask=ok)

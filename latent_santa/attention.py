@@ -75,7 +75,9 @@ class Suffix:
 def _combine(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Normalised sum of ``values (B, G, C, V)`` under ``logits (B, G, H, C)``, and the logits' log-sum-exp."""
     lse = logits.logsumexp(-1)
-    return (logits - lse[..., None]).exp() @ values, lse
+    # a sequence without any visible row (a chunk of a prompt that is all padding) gets zeros, not NaN
+    shift = lse.clamp_min(torch.finfo(lse.dtype).min)
+    return (logits - shift[..., None]).exp() @ values, lse
 
 
 def _suffix_logits(query: tuple[Tensor, ...], rows: Rows, suffix: Suffix, scale: float) -> tuple[Tensor, Tensor]:

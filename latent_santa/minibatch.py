@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ _STEPS_PER_CHECK = 8
 # Bytes of one block of distances, and of everything else that is proportional to the problems of one group.
 _DISTANCE_BYTES = 512 * 2**20
 _GROUP_BYTES = 1536 * 2**20
-# Sampling weights of k-means++ are multiples of (largest first distance) * 2^-38: integer sums have no rounding, so the
-# scan gives the same answer in any order, and 2^20 rows still fit in 63 bits.
-_WEIGHT_SCALE = 2.0**38
+# Sampling weights of k-means++ are multiples of about (largest first distance) * 2^-38: integer sums have no rounding,
+# so the scan gives the same answer in any order, and 2^20 rows still fit in 63 bits.
+_WEIGHT_BITS = 38
 _HALF_TYPES = (torch.bfloat16, torch.float16)
+_NORM_SCALE = 256.0
+_LARGEST_HALF_NORM = 2.0**23
 _INIT_STREAM, _SEEDING_STREAM, _MINIBATCH_STREAM = range(3)
 
 
@@ -58,7 +61,7 @@ def _group_size(lengths: list[int], clusters: list[int], width: int) -> int:
     """Problems that fit in the memory limit together, were each as large as the largest."""
     k, seeding = max(clusters, default=1), max(map(_init_size, lengths, clusters), default=1)
     trials = _trials(k)
-    seeding_bytes = seeding * (4 * width + 12 * trials)
+    seeding_bytes = seeding * (8 * width + 12 * trials)
     step_bytes = 12 * BATCH_SIZE * width + 20 * k * width
     return max(1, _GROUP_BYTES // max(seeding_bytes, step_bytes))
 
@@ -85,6 +88,8 @@ def _cluster(points: Tensor, lengths: list[int], clusters: list[int], seed: int,
     if not finite.all():
         refuse_nonfinite(first + int(finite.long().argmin()))
 
+    if points.dtype == torch.float16 and bool((norms > _LARGEST_HALF_NORM).any()):
+        points = points.float()
     centers = _seed_centers(points, norms, lengths, clusters, seed)
     real = torch.arange(centers.shape[1], device=points.device) < k[:, None]
     centers = _fit(points, norms, centers, real, length, k, seed)
@@ -123,7 +128,12 @@ def _seed_centers(points: Tensor, norms: Tensor, lengths: list[int], clusters: l
     n, k = max(sizes), max(clusters)
     subset = torch.zeros(problems, n, dtype=torch.int64)
     draws = torch.zeros(problems, k, _trials(k), dtype=torch.float64)
+    alike: dict[tuple[int, int], int] = {}  # problems of one length and cluster number have the same draws
     for q, (length, size, cluster) in enumerate(zip(lengths, sizes, clusters, strict=True)):
+        first = alike.setdefault((length, cluster), q)
+        if first < q:
+            subset[q], draws[q] = subset[first], draws[first]
+            continue
         if size == length:
             subset[q, :size] = torch.arange(size)
         else:
@@ -134,10 +144,9 @@ def _seed_centers(points: Tensor, norms: Tensor, lengths: list[int], clusters: l
     unused = torch.arange(_trials(k)) >= torch.tensor([_trials(cluster) for cluster in clusters])[:, None]
     unused, draws = unused.to(device), draws.transpose(0, 1).contiguous().to(device)
 
-    pick = (subset + torch.arange(problems)[:, None] * rows).to(device)
-    x = points.view(-1, width)[pick.view(-1)]
-    x_norms = norms.view(-1)[pick.view(-1)]
-    wide, wide_norms = x.view(problems, n, width), x_norms.view(problems, 1, n)
+    pick = (subset + torch.arange(problems)[:, None] * rows).to(device).view(-1)
+    left, right = _distance_factors(points.view(-1, width)[pick], norms.view(-1)[pick])
+    wide = right.view(problems, n, -1).transpose(1, 2)
     last = torch.tensor(sizes, device=device)[:, None] - 1
     base = torch.arange(problems, device=device)[:, None] * n
     zero = torch.zeros((), device=device)
@@ -147,17 +156,14 @@ def _seed_centers(points: Tensor, norms: Tensor, lengths: list[int], clusters: l
 
     def distances(candidates: Tensor, nearest: Tensor) -> Tensor:
         """(Q, T, n): what ``nearest`` (Q, n), squared distances to the centers, becomes with each candidate (Q, T)."""
-        chosen_rows = (candidates + base).view(-1)
-        out = _products(x.index_select(0, chosen_rows).view(problems, -1, width), wide.transpose(1, 2))
-        torch.add(wide_norms, out, alpha=-2, out=out)
-        out += x_norms.index_select(0, chosen_rows).view(problems, -1, 1)
-        return torch.clamp(out, zero, nearest[:, None])
+        chosen_rows = left.index_select(0, (candidates + base).view(-1))
+        return torch.clamp(_products(chosen_rows.view(problems, -1, left.shape[1]), wide), zero, nearest[:, None])
 
     chosen = torch.zeros(problems, k, dtype=torch.int64, device=device)
     chosen[:, 0] = (draws[0, :, 0] * (last[:, 0] + 1)).long()
     nearest = distances(chosen[:, :1], nearest)[:, 0].clone()
-    scale = _WEIGHT_SCALE / nearest.amax(1, keepdim=True).double()
-    scale = torch.where(scale.isfinite(), scale, 1.0)
+    # a power of two, so that float32 weights stay exact; frexp(max) = (m, e) means max < 2^e
+    scale = torch.ldexp(torch.ones_like(nearest[:, :1]), _WEIGHT_BITS - torch.frexp(nearest.amax(1, keepdim=True))[1])
     place = torch.ones(1, dtype=torch.int64, device=device)
 
     def add_center() -> None:
@@ -176,7 +182,25 @@ def _seed_centers(points: Tensor, norms: Tensor, lengths: list[int], clusters: l
     add = Replayed(add_center, device)
     for _ in range(1, k):
         add()
-    return x.index_select(0, (chosen + base).view(-1)).view(problems, k, width).float()
+    return right.index_select(0, (chosen + base).view(-1))[:, :width].reshape(problems, k, width).float()
+
+
+def _distance_factors(x: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (R, D) and their squared norms (R,) as factors whose products are squared distances, in one matrix product.
+
+    ``left[a] . right[b] = -2 x_a . x_b + |x_b|^2 + |x_a|^2``. A half type holds a norm as three numbers, scaled so that
+    float16 does not overflow; together they have float32's precision.
+    """
+    if x.dtype not in _HALF_TYPES:
+        one = torch.ones_like(norms)
+        return torch.cat((-2 * x, torch.stack((one, norms), 1)), 1), torch.cat((x, torch.stack((norms, one), 1)), 1)
+    pieces, rest = [], norms / _NORM_SCALE
+    for _ in range(3):
+        pieces.append(rest.to(x.dtype))
+        rest = rest - pieces[-1].float()
+    norm = torch.stack(pieces, 1)
+    unit, pad = torch.full_like(norm, _NORM_SCALE), torch.zeros_like(norm[:, :2])
+    return torch.cat((-2 * x, unit, norm, pad), 1), torch.cat((x, norm, unit, pad), 1)
 
 
 @dataclass
@@ -296,6 +320,12 @@ def _fit(points: Tensor, norms: Tensor, centers: Tensor, real: Tensor, length: T
     return fit.centers
 
 
+@lru_cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream a device: the matrix library keeps a workspace of tens of megabytes for every stream it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class Replayed:
     """A step that is called many times on the same tensors.
 
@@ -319,7 +349,7 @@ class Replayed:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         # the context manager torch.cuda.graph would collect garbage first, which takes longer than the whole loop
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")

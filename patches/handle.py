@@ -60,7 +60,7 @@ class SantaHandle:
     Attributes:
         model: the patched model.
         sequence_keys: noise keys, one integer a sequence of the batch, or None for the place in the batch. A sequence
-            draws the same noise wherever its key is the same.
+            draws the same noise wherever its key is the same. A cache keeps the keys it was first filled under.
         shadow: when True, every sparse call also computes dense attention on the same cache and records the error.
     """
 
@@ -127,8 +127,8 @@ class SantaHandle:
     def configure(self, **overrides: Any) -> SantaConfig:
         """Change settings between generations, without patching again.
 
-        Decode settings apply to the next call. When a setting that shapes teams changes, a cache that is already
-        grouped is grouped anew at its next sparse call.
+        Decode settings apply to the next call, the seed to caches filled from now on. When a setting that shapes teams
+        changes, a cache that is already grouped is grouped anew at its next sparse call.
         """
         self._controller.config = self.config.with_overrides(**overrides)
         return self.config

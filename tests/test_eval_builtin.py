@@ -6,7 +6,6 @@ import re
 from itertools import permutations
 
 import pytest
-from tests.eval_support import tokenizer
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.render import Renderer
@@ -15,6 +14,7 @@ from latent_santa.eval.sources import builtin, words
 from latent_santa.eval.sources.fitting import TooShort, largest_fit
 from latent_santa.eval.sources.haystack import open_haystack, split_sentences
 from latent_santa.eval.sources.tasks import BUILTIN, OFFICIAL, mean_label, resolve_tasks
+from tests.eval_support import tokenizer
 
 LENGTHS = (256, 512, 1024, 4096)
 PROSE = open_haystack("prose")

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.eval_support import block_network, save_random_model
 
 from latent_santa.eval.cli import main
+from tests.eval_support import block_network, save_random_model
 
-OPTIONS = "--data builtin --tasks niah_single_1,fwe --length 256 --n 3 --budgets 16,32 --estimators pooled --floor 0".split()
+OPTIONS = (
+    "--data builtin --tasks niah_single_1,fwe --length 256 --n 3 --budgets 16,32 --estimators pooled --floor 0".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +161,11 @@ def test_processes_write_each_result_once(tmp_path, model, finished):
     options = ["--prompts" if word == "--n" else word for word in OPTIONS]
     command = ["-m", "latent_santa.eval", "ruler", "--model", model, *options, "--device", "cpu", "--out", str(out)]
     launched = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", *command],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *command],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=240,
     )
     assert launched.returncode == 0, launched.stderr
     assert results(out) == results(finished)

@@ -100,8 +100,13 @@ def test_sparse_above_dense_and_never_sparse_are_flagged(tmp_path):
     path = store.results_directory / f"{PAPER[1].slug}.jsonl"
     path.write_text(path.read_text().replace('"sparse_calls": 3', '"sparse_calls": 0'))
     warnings = report.summarise(Store(tmp_path))["warnings"]
-    assert any(text.startswith("SANTA++ k-means 16/4 per head S=128 is above dense on mean of 3 tasks by 50") for text in warnings)
-    assert any(text.startswith("INVALID, SANTA++ k-means 16/4 per head S=256: not one sparse call, and") for text in warnings)
+    assert any(
+        text.startswith("SANTA++ k-means 16/4 per head S=128 is above dense on mean of 3 tasks by 50")
+        for text in warnings
+    )
+    assert any(
+        text.startswith("INVALID, SANTA++ k-means 16/4 per head S=256: not one sparse call, and") for text in warnings
+    )
 
 
 def test_paper_values_stand_beside_the_papers_settings_only(tmp_path):
@@ -115,7 +120,12 @@ def test_paper_values_stand_beside_the_papers_settings_only(tmp_path):
     assert "paper: KV (%)" in text and "69.67 ± 5.92" in text
     for changed in ({"data": "builtin"}, {"model": "Qwen/Qwen2.5-7B-Instruct"}, {"length": 4096}):
         other = report.summarise(make_run(tmp_path / str(changed), scores, **changed))
-        assert not any(cell["paper"] for row in other["conditions"] for cell in row["cells"].values() if changed.get("model") is None)
+        assert not any(
+            cell["paper"]
+            for row in other["conditions"]
+            for cell in row["cells"].values()
+            if changed.get("model") is None
+        )
         if "model" in changed:  # Table 11 has these tasks at 8K, but no mean over three of them
             row = other["conditions"][1]["cells"]
             assert row["mean"]["paper"] is None and row["qa_1"]["paper"]["table"] == "11"
@@ -145,7 +155,10 @@ def test_conditions_of_a_table_hold_miss_or_are_unknown(tmp_path):
     assert unknown == {"answer prefix", "which prompts were selected", "RULER commit", "tokenizer that sized the data"}
     assert all(verdicts[what] == paper_tables.HOLDS for what in set(verdicts) - unknown)
     assert {check.verdict for check in paper_tables.checks(table, None)} == {paper_tables.UNKNOWN}
-    builtin = {check.what: check.verdict for check in paper_tables.checks(table, store.manifest() | {"origin": {"data": "builtin"}})}
+    builtin = {
+        check.what: check.verdict
+        for check in paper_tables.checks(table, store.manifest() | {"origin": {"data": "builtin"}})
+    }
     assert builtin["data"] == paper_tables.MISSED
 
 

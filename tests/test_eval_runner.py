@@ -8,7 +8,6 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from tests.eval_support import FakeHandle, save_random_model, tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from latent_santa.eval import generation, models
@@ -20,6 +19,7 @@ from latent_santa.eval.render import Renderer, ids_sha256
 from latent_santa.eval.rows import make_row
 from latent_santa.eval.runner import Runner
 from latent_santa.eval.store import Prompt, Store
+from tests.eval_support import FakeHandle, save_random_model, tokenizer
 
 DENSE, SPARSE = Condition("dense"), Condition("santa++", 32, "kmeans", 16, 4, "pooled")
 

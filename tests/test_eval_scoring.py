@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.eval_support import tokenizer
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.render import Renderer, join_texts
 from latent_santa.eval.rows import Row, make_row, row_from_dict, row_to_dict
 from latent_santa.eval.scoring import clean, score
+from tests.eval_support import tokenizer
 
 
 def row(**changes) -> Row:
@@ -76,7 +76,12 @@ def test_scores_lie_on_the_lattice_of_the_references():
 
 @pytest.mark.parametrize(
     ("left", "right", "wanted"),
-    [("Assistant:", " The", "Assistant: The"), ("assistant\n", " The", "assistant\nThe"), ("a", "", "a"), ("a", "b", "ab")],
+    [
+        ("Assistant:", " The", "Assistant: The"),
+        ("assistant\n", " The", "assistant\nThe"),
+        ("a", "", "a"),
+        ("a", "b", "ab"),
+    ],
 )
 def test_join_texts_keeps_one_break(left, right, wanted):
     assert join_texts(left, right) == wanted

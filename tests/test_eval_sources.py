@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.eval_support import block_network, tokenizer
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.render import Renderer
 from latent_santa.eval.sources import Request, choose, family, hub, load_rows
+from tests.eval_support import block_network, tokenizer
 
 RENDERER = Renderer(tokenizer())
 
@@ -58,10 +58,19 @@ def test_new_files_in_every_layout(tmp_path, below):
         write(tmp_path / below, task, new_shape, 5)
     write(tmp_path / "8192", "qa_1", old_shape, 1)  # another length beside it is left alone
     loaded = load(f"jsonl:{tmp_path}", select="first")
-    assert [row.id for row in loaded.rows[:3]] == ["niah_single_1/000000", "niah_single_1/000001", "niah_single_1/000002"]
+    assert [row.id for row in loaded.rows[:3]] == [
+        "niah_single_1/000000",
+        "niah_single_1/000001",
+        "niah_single_1/000002",
+    ]
     first, last = loaded.rows[0], loaded.rows[-1]
     assert (first.answer_prefix, first.metric, first.max_new_tokens) == (" It is", "all", 128)
-    assert (last.task, last.metric, last.max_new_tokens, last.references) == ("qa_1", "any", 32, ("answer 2", "reply 2"))
+    assert (last.task, last.metric, last.max_new_tokens, last.references) == (
+        "qa_1",
+        "any",
+        32,
+        ("answer 2", "reply 2"),
+    )
     assert loaded.warnings == []
     assert loaded.origin["data"] == "jsonl" and len(loaded.origin["files_sha256"]["qa_1"]) == 64
     assert {row.source for row in loaded.rows} == {"jsonl"}

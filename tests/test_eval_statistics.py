@@ -26,7 +26,9 @@ def test_one_task_equals_scipy_with_the_same_draws():
         (scores,), np.mean, n_resamples=10_000, method="percentile", vectorized=True, batch=1_000, rng=generator
     )
     ours = mean_interval({"qa_1": scores}, seed=42)
-    assert (ours.low, ours.high) == pytest.approx((100 * oracle.confidence_interval[0], 100 * oracle.confidence_interval[1]))
+    assert (ours.low, ours.high) == pytest.approx(
+        (100 * oracle.confidence_interval[0], 100 * oracle.confidence_interval[1])
+    )
     assert np.sort(resampled_means(scores, "qa_1", 42)) == pytest.approx(np.sort(oracle.bootstrap_distribution))
 
 
@@ -52,7 +54,12 @@ def test_tables_15_and_18_are_reproduced():
         values[: score // 2] = 1
         assert mean_interval({"qa_1": values}, seed=42).half == pytest.approx(half, abs=1.0)
     dense = round(np.mean([96.67, 94.00, 68.00]), 2)
-    rows = [(82.00, 73.00, 54.00, 80.80), (91.33, 87.50, 58.00, 91.56), (96.67, 93.00, 64.00, 98.07), (96, 87, 70, 97.81)]
+    rows = [
+        (82.00, 73.00, 54.00, 80.80),
+        (91.33, 87.50, 58.00, 91.56),
+        (96.67, 93.00, 64.00, 98.07),
+        (96, 87, 70, 97.81),
+    ]
     for *scores, kept in rows:
         assert round(retained(float(np.mean(scores)), dense), 2) == kept
 

@@ -109,7 +109,9 @@ def test_processes_write_their_own_files_and_one_merges(store):
     for i in (3, 1, 0, 2):
         workers[i % 3].append("dense", result(store, i))
     store.append("dense_other", result(store, 0))
-    assert sorted(path.name for path in store.results_directory.glob("dense.*")) == [f"dense.rank{r}.jsonl" for r in range(3)]
+    assert sorted(path.name for path in store.results_directory.glob("dense.*")) == [
+        f"dense.rank{r}.jsonl" for r in range(3)
+    ]
     workers[0].merge("dense")
     assert [path.name for path in store.results_directory.glob("dense.*")] == ["dense.jsonl"]
     lines = (store.results_directory / "dense.jsonl").read_text().splitlines()

@@ -75,6 +75,16 @@ def chunked_prefill(model):
     return [*outputs, generate(model, ids, attention_mask=mask, prefill_chunk_size=16)]
 
 
+def chunks_of_padding(model):
+    """A sequence whose first chunks are all padding; a chunk of one token and another turn come after them."""
+    ids, mask = padded([1, 33])
+    first = generate(model, ids, 3, attention_mask=mask, prefill_chunk_size=16)
+    assert all(layer.keys.isfinite().all() and layer.values.isfinite().all() for layer in cache_of(first).layers)
+    ids = torch.cat((first.sequences, prompt(12, batch=2)), 1)
+    mask = torch.cat((mask, torch.ones(2, 15, dtype=torch.long)), 1)
+    return [first, generate(model, ids, 3, cache=cache_of(first), attention_mask=mask)]
+
+
 def three_turns(model):
     """Two further turns, the second shorter than a parent, the third longer."""
     outputs, cache, ids = [], DynamicCache(config=model.config), prompt(40)
@@ -156,6 +166,7 @@ PATHS = [
     several_returned_sequences,
     beams,
     chunked_prefill,
+    chunks_of_padding,
     three_turns,
     padded_turns,
     prompt_lookup,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 
@@ -37,14 +36,14 @@ def test_dense_score_at_1k(task, tiny, encoder):
 def test_keys_outside_the_lists_and_apart_from_their_values(tiny, encoder):
     """What the model before this one could not do at all."""
     for keys in ("made", "english"):
-        found = scores(*tiny, prompts("multikey", 8, 1024, encoder, seed=5, keys=keys, gap=2, distractors=16))
+        found = scores(*tiny, prompts("multikey", 6, 1024, encoder, seed=5, keys=keys, gap=2, distractors=16))
         assert sum(found) / len(found) >= 0.75
 
 
 def test_without_the_answers_in_the_prompt_the_score_is_gone(tiny, encoder):
     found = []
     for task in TASKS:
-        found += scores(*tiny, prompts(task, 6, 1024, encoder, seed=20261130, control=True))
+        found += scores(*tiny, prompts(task, 5, 512, encoder, seed=20261130, control=True))
     assert sum(found) / len(found) < 0.05
 
 
@@ -83,9 +82,11 @@ def test_missing_files_are_named(monkeypatch, tmp_path):
 def test_it_loads_in_a_fresh_process_with_sockets_blocked():
     script = """
 import socket
+tried = []
 def refuse(*a, **k):
-    raise AssertionError("a socket was opened")
-socket.socket = socket.create_connection = socket.getaddrinfo = refuse
+    tried.append(a)
+    raise OSError("no network here")
+socket.socket.connect = socket.socket.connect_ex = socket.create_connection = socket.getaddrinfo = refuse
 from latent_santa.eval.tiny import load_tiny, rows
 model, tokenizer = load_tiny()
 row = rows("single", 1, 512, tokenizer)[0]
@@ -94,7 +95,7 @@ text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt
 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 out = model.generate(ids, do_sample=False, max_new_tokens=row.max_new_tokens)
 assert row.references[0] in tokenizer.decode(out[0, ids.shape[1]:])
+assert not tried, tried
 """
-    assert socket.socket is not None
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -33,8 +33,8 @@ def rendered(row, tokenizer) -> list[int]:
 @pytest.mark.parametrize("task", ALL)
 def test_length_is_met_within_two_per_cent(task, tokenizer):
     for length in (512, 1024, 2048):
-        if task == "vt_hard" and length == 512:
-            continue  # three chains of made-up names do not fit
+        if task in ("vt_hard", "multiquery_hard") and length == 512:
+            continue  # does not fit
         for row in rows(task, 4, length, tokenizer):
             total = len(rendered(row, tokenizer)) + row.max_new_tokens
             assert 0.98 * length <= total <= length, (row.id, length, total)
@@ -53,7 +53,7 @@ def test_rows_are_the_same_whatever_n_and_order(task, tokenizer):
 def test_rows_are_the_same_on_every_machine(tokenizer):
     """The default haystack is the grammar, so that nothing but Python's `random` decides the text."""
     seen = "".join(row.text_sha256 for task in ALL for row in rows(task, 2, 1024, tokenizer))
-    assert hashlib.sha256(seen.encode()).hexdigest()[:16] == "2e6d41fcdc27de70"
+    assert hashlib.sha256(seen.encode()).hexdigest()[:16] == "1da8a5567864cc2f"
 
 
 @pytest.mark.parametrize("task", ALL)

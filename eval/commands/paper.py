@@ -22,10 +22,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the conditions; 0."""
-    from rich.console import Console
     from rich.table import Table
 
-    from latent_santa.eval import paper_tables
+    from latent_santa.eval import paper_tables, tables
     from latent_santa.eval.errors import EvalError
     from latent_santa.eval.store import Store
 
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         numbers = ", ".join(table.number for table in paper_tables.TABLES)
         raise EvalError(f"--table {args.table}: choose from {numbers}")
-    console = Console()
+    console = tables.output_console()
     for table in chosen:
         found = paper_tables.checks(table, manifest)
         shown = Table(title=f"Table {table.number}", title_justify="left")

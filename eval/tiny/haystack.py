@@ -84,10 +84,11 @@ def split_sentences(text: str) -> list[str]:
 
 @lru_cache(maxsize=2)
 def topics(held_out: bool) -> list[str]:
-    """Sentences of the interpreter's help topics: one topic in four (by CRC-32 of its name) is held out of training,
-    less what the others say too.
+    """Sentences of the interpreter's help topics.
 
-    Raises RuntimeError where the interpreter was installed without `pydoc_data`.
+    One topic in four (by CRC-32 of its name) is held out of training; that part leaves out sentences which the other
+    topics contain as well. Raises RuntimeError where the interpreter was installed without
+    `pydoc_data`.
     """
     try:
         from pydoc_data.topics import topics as texts

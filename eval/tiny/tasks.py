@@ -38,8 +38,8 @@ TASKS = (*NEEDLE_TASKS, "vt", "fwe", "facts")
 HARD: dict[str, dict[str, Any]] = {
     "single": {"gap": 2, "keys": "made"},
     "multikey": {"gap": 2, "keys": "made", "distractors": 16},
-    "multivalue": {"gap": 2, "keys": "made", "values": 6, "distractors": 4},
-    "multiquery": {"gap": 2, "keys": "made", "queries": 5, "distractors": 8},
+    "multivalue": {"gap": 2, "keys": "made", "values": 8, "distractors": 4},
+    "multiquery": {"gap": 2, "keys": "made", "queries": 8, "distractors": 8},
     "vt": {"gap": 2, "keys": "made", "hops": 4, "chains": 3},
     "fwe": {"alpha": 1.8},
     "facts": {"gap": 1},
