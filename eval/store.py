@@ -152,7 +152,7 @@ class Store:
         found: dict[str, dict[str, Any]] = {}
         for path in self._parts(slug):
             for result in _complete_lines(path):
-                row_id = result.get("id")
+                row_id = str(result.get("id"))
                 if result.get("run") != key or texts.get(row_id) != result.get("text_sha256"):
                     continue
                 if row_id in found and "error" in result and "error" not in found[row_id]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .draws import dot, log_inclusion, split, wait
+from .draws import dot, split, wait
 from .rowlist import RUN, append_suffix, append_union, share_rows
 
 
@@ -42,37 +42,8 @@ def head_bits(flags, team, ok, h0, MP, HB: tl.constexpr):
 
 
 @triton.jit
-def pooled_correction(
-    phi, tau, kth, flags, line0, H, MP, team, ok, HB: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr
-):
-    """log of the union's inclusion probability, ``(rows,)``, from the margins of all H heads.
-
-    T_{h,-g} is the head's (K+1)-st score if it selected the team and its K-th if not.
-    """
-    top = tl.full((BN,), float("-inf"), tl.float32)
-    mass = tl.zeros((BN,), tl.float32)
-    for h0 in range(0, H, HB):
-        head = h0 + tl.arange(0, HB)
-        real = head < H
-        line = line0 + head
-        score = tl.load(phi + line[:, None] * MP + team[None, :], mask=real[:, None] & ok[None, :], other=float("-inf"))
-        above = tl.load(tau + line, mask=real, other=0.0)[:, None]
-        below = tl.load(kth + line, mask=real, other=0.0)[:, None]
-        margin = score - tl.where(head_bits(flags, team, ok, h0, MP, HB), above, below)
-        margin = tl.where(score == float("-inf"), float("-inf"), margin)
-        # a margin of +inf (threshold -inf) means certain inclusion; a large finite one does too, without inf - inf
-        margin = tl.minimum(margin, 1e4)
-        new = tl.maximum(top, tl.max(margin, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        mass = mass * tl.exp(top - safe) + tl.sum(tl.exp(margin - safe[None, :]), 0)
-        top = new
-    joint = top if SHARED else top + tl.log(mass)
-    return log_inclusion(joint)
-
-
-@triton.jit
 def attend_kernel(
-    q0, q1, k0, k1, values, team_of_row, flags, phi, corrections, tau, kth, index, visible, list_rows, list_teams,
+    q0, q1, k0, k1, values, team_of_row, flags, corrections, index, visible, list_rows, list_teams,
     part_out, part_max, part_sum, part_rows, scale, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h, k0_b, k0_g, k0_n, k1_b,
     k1_g, k1_n, v_b, v_g, v_n, visible_b, N, E, MP, G, H, CAPACITY, D0: tl.constexpr, D1: tl.constexpr,
     BD0: tl.constexpr, BD1: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
@@ -80,7 +51,7 @@ def attend_kernel(
     POOLED: tl.constexpr, ALL: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, head block, sequence * G + group).
+    """Program (share, head block, sequence * G + group). ``corrections`` are a head's own, or the pooled ones.
 
     Writes ``part_max, part_sum (B G, H, shares)`` and, where it had rows, ``part_out (B G, H, shares, V)``, the sum of
     values under exp(score - part_max); ``part_rows (B G, shares, 2)``, union and suffix rows. The lists are scratch.
@@ -131,8 +102,8 @@ def attend_kernel(
             sampled = ok & (team >= 0)
             known = tl.maximum(team, 0)
             if POOLED:
-                log_c = pooled_correction(phi, tau, kth, flags, line0, H, MP, known, sampled, HB, BN, SHARED)
-                bias = tl.where(sampled, log_c, 0.0)[None, :] + bias
+                log_c = tl.load(corrections + bg.to(tl.int64) * MP + known, mask=sampled, other=0.0)
+                bias = log_c[None, :] + bias
             else:
                 # log corrections exist where the head selected the team; elsewhere its rows count for nothing
                 picked = head_bits(flags, known, sampled, h0, MP, HB)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 RUN = 8
-BLOCK = 4
+BLOCK = 8
 
 
 def power(n: int, least: int = 1) -> int:
@@ -45,7 +45,7 @@ class Plan:
     """Block sizes of the four launches. Any field may be overridden through :class:`Workspace`.
 
     Attributes:
-        route_teams, route_heads: teams and heads of a routing block; ``route_programs`` walk a sequence's blocks.
+        route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time.
         attend_rows, attend_heads: rows and heads of an attention tile; ``shares`` programs split the rows;
             ``lanes`` rows are looked at in one go while the list is made.
         combine_values, combine_shares: the tile of partial sums read in one go.
@@ -53,10 +53,11 @@ class Plan:
 
     route_teams: int = 64
     route_heads: int = 16
-    route_programs: int = 1
-    route_stages: int = 2
+    route_dims: int = 64
+    route_stages: int = 4
     route_warps: int = 4
     select_warps: int = 8
+    pool_teams: int = 64
     attend_rows: int = 32
     attend_heads: int = 16
     attend_stages: int = 2
@@ -72,14 +73,16 @@ def choose(s: Shapes) -> Plan:
     """The plan for a call, before overrides."""
     wide = s.dims[0] > 256
     heads = power(s.heads)
-    cap = 32 if wide or s.split or s.dtype == torch.float32 else 64
-    route_heads = min(max(heads, 8), cap)
-    route_teams = 64 if wide or s.dims[0] > 128 else 128
-    if s.dtype == torch.float32:
-        route_teams = 32
+    exact = s.split or s.dtype == torch.float32
     sequences = s.batch * s.groups
-    blocks = -(-s.teams // route_teams)
-    room = max(1, s.processors // (sequences * -(-s.heads // route_heads)))
+    route_heads = min(max(heads, 8), 64 if exact else 128)
+    # large blocks read the queries less often, small ones fill the device
+    blocks = sequences * -(-s.heads // route_heads) * -(-s.teams // 128)
+    route_teams = 128 if blocks >= 2 * s.processors else 64
+    if s.dtype == torch.float32:
+        route_teams, route_heads = 32, min(route_heads, 32)
+    alone = sequences * -(-s.teams // route_teams) <= s.processors and heads <= 32
+    cap = 32 if exact or wide else 64
     attend_heads = min(max(heads, 16), cap)
     attend_rows = 32 if wide else 64
     if s.dtype == torch.float32:
@@ -91,7 +94,8 @@ def choose(s: Shapes) -> Plan:
     return Plan(
         route_teams=route_teams,
         route_heads=route_heads,
-        route_programs=max(1, min(blocks, room)),
+        route_stages=8 if alone and not exact else 4,
+        route_warps=8 if route_teams == 128 else 4,
         attend_rows=attend_rows,
         attend_heads=attend_heads,
         shares=shares,
@@ -110,7 +114,7 @@ class Buffers:
     flags: Tensor
     corrections: Tensor
     blocks: Tensor
-    ranked: Tensor
+    pooled: Tensor
     thresholds: Tensor
     list_rows: Tensor
     list_teams: Tensor
@@ -164,7 +168,7 @@ class Workspace:
                 flags=empty(q, words(s.heads), padded, dtype=torch.int32),
                 corrections=empty(q, s.heads, padded),
                 blocks=empty(q, s.heads, candidate_blocks(s.teams_per_head), dtype=torch.int32),
-                ranked=empty(q, s.heads, coarse(s) + candidate_blocks(s.teams_per_head) * BLOCK, dtype=torch.int32),
+                pooled=empty(q, padded),
                 thresholds=empty(2, q, s.heads),
                 list_rows=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
                 list_teams=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
@@ -198,11 +202,6 @@ def words(heads: int) -> int:
 def candidate_blocks(teams_per_head: int) -> int:
     """Blocks of teams that the selection looks into: K + 1 hold the K + 1 largest scores, with room for near ties."""
     return power(teams_per_head + 1 + (teams_per_head + 1) // 4, 8)
-
-
-def coarse(s: Shapes) -> int:
-    """Maxima that are ranked for the first bound: enough that few blocks beyond K + 1 reach it."""
-    return min(power(padded_teams(s.teams) // BLOCK), max(2 * power(s.teams_per_head + 1), 32))
 
 
 def list_capacity(s: Shapes, p: Plan) -> int:

@@ -1,7 +1,7 @@
-"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 4 teams.
+"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 8 teams.
 
-Algorithm 1, lines 3-7. Each program walks blocks of teams of one sequence and group. Teams are the rows of the matrix
-product, heads its columns. phi is kept, the noise is not: it is cheaper to draw again than to read back.
+Algorithm 1, lines 3-7. Teams are the rows of the matrix product, heads its columns. phi is kept, the noise is not: it
+is cheaper to draw again than to read back.
 """
 
 from __future__ import annotations
@@ -11,122 +11,127 @@ import triton.language as tl
 
 from .draws import dot, gumbel_tile, sequence_key, split
 
-BLOCK = tl.constexpr(4)  # teams under one stored maximum
+BLOCK = tl.constexpr(8)  # teams under one stored maximum
 
 
 @triton.jit
-def query_tile(q, head, dim, H, D, stride, dtype: tl.constexpr, SPLIT: tl.constexpr):
-    """Queries ``(dims, heads)`` as one part of the rows' dtype, or as two whose sum is the float32 query."""
-    ok = (head < H)[:, None] & (dim < D)[None, :]
-    x = tl.trans(tl.load(q + head[:, None] * stride + dim[None, :], mask=ok, other=0.0))
+def load_query(q, head, dim, H, D, stride):
+    """Queries ``(heads, dims)`` as they are, zero beyond the last head or dimension."""
+    return tl.load(q + head[:, None] * stride + dim[None, :], mask=(head < H)[:, None] & (dim < D)[None, :], other=0.0)
+
+
+@triton.jit
+def product(acc, k, q, dtype: tl.constexpr, SPLIT: tl.constexpr):
+    """acc ``(T, heads)`` plus keys ``(T, dims)`` times queries ``(heads, dims)``; SPLIT feeds float32 queries as two
+    parts of the keys' dtype."""
     if SPLIT:
-        return split(x.to(tl.float32), dtype)
-    high = x.to(dtype)
-    return high, high
+        high, low = split(q.to(tl.float32), dtype)
+        acc = dot(k, tl.trans(high), acc)
+        return dot(k, tl.trans(low), acc)
+    else:
+        return dot(k, tl.trans(q.to(dtype)), acc)
 
 
 @triton.jit
-def dequantised(codes, scales, offset, group, live, dtype: tl.constexpr, GROUP: tl.constexpr):
+def dequantised(codes, scales, row, group, live, dtype: tl.constexpr, GROUP: tl.constexpr):
     """Codes ``(T, D)`` as integers times their scales, rounded to the rows' dtype."""
     T: tl.constexpr = codes.shape[0]
     D: tl.constexpr = codes.shape[1]
-    s = tl.load(scales + offset[:, None] + group[None, :], mask=live, other=0.0).to(tl.float32)
+    s = tl.load(scales + row[:, None] + group[None, :], mask=live, other=0.0).to(tl.float32)
     x = tl.reshape(codes.to(tl.float32), (T, D // GROUP, GROUP)) * tl.expand_dims(s, 2)
     return tl.reshape(x, (T, D)).to(dtype)
 
 
 @triton.jit
 def add_scores(
-    acc, keys, scales, team, live, stride, D: tl.constexpr, BD: tl.constexpr, qa, la, qb, lb, dtype: tl.constexpr,
-    SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    acc, q, keys, scales, team, live, head, H, q_stride, k_stride, D: tl.constexpr, DC: tl.constexpr,
+    dtype: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc ``(T, heads)`` plus one key part's products; ``qb, lb`` are the second half of the dimensions (4 bits)."""
-    row = team.to(tl.int64) * stride
-    at = team.to(tl.int64) * (D // GROUP)
+    """acc ``(T, heads)`` plus one key part's products, DC dimensions at a time."""
+    row = team.to(tl.int64) * k_stride
+    groups: tl.constexpr = D // GROUP
+    scale_row = team.to(tl.int64) * groups
     if BITS == 4:
         half: tl.constexpr = D // 2
-        groups: tl.constexpr = half // GROUP
-        dim = tl.arange(0, BD // 2)
-        group = tl.arange(0, BD // 2 // GROUP)
-        ok = live[:, None] & (group < groups)[None, :]
-        c = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < half)[None, :], other=0)
-        low = dequantised((c & 15).to(tl.int32) - 8, scales, at, group, ok, dtype, GROUP)
-        high = dequantised((c >> 4).to(tl.int32) - 8, scales, at + groups, group, ok, dtype, GROUP)
-        acc = dot(low, qa, acc)
-        acc = dot(high, qb, acc)
-        if SPLIT:
-            acc = dot(low, la, acc)
-            acc = dot(high, lb, acc)
+        for d in tl.range(0, half, DC, num_stages=STAGES):
+            dim = d + tl.arange(0, DC)
+            group = d // GROUP + tl.arange(0, DC // GROUP)
+            ok = live[:, None] & (group < groups // 2)[None, :]
+            c = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < half)[None, :], other=0)
+            k = dequantised((c & 15).to(tl.int32) - 8, scales, scale_row, group, ok, dtype, GROUP)
+            acc = product(acc, k, load_query(q, head, dim, H, half, q_stride), dtype, SPLIT)
+            k = dequantised((c >> 4).to(tl.int32) - 8, scales, scale_row + groups // 2, group, ok, dtype, GROUP)
+            acc = product(acc, k, load_query(q + half, head, dim, H, half, q_stride), dtype, SPLIT)
     else:
-        dim = tl.arange(0, BD)
-        k = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0)
-        if BITS == 8:
-            group = tl.arange(0, BD // GROUP)
-            ok = live[:, None] & (group < D // GROUP)[None, :]
-            k = dequantised(k, scales, at, group, ok, dtype, GROUP)
-        acc = dot(k, qa, acc)
-        if SPLIT:
-            acc = dot(k, la, acc)
+        for d in tl.range(0, D, DC, num_stages=STAGES):
+            dim = d + tl.arange(0, DC)
+            k = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0)
+            if BITS == 8:
+                group = d // GROUP + tl.arange(0, DC // GROUP)
+                k = dequantised(k, scales, scale_row, group, live[:, None] & (group < groups)[None, :], dtype, GROUP)
+            acc = product(acc, k, load_query(q, head, dim, H, D, q_stride), dtype, SPLIT)
     return acc
 
 
 @triton.jit
 def route_kernel(
     q0, q1, k0, k1, s0, s1, sizes, count, key, step, phi, tops, flags, scale, layer, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h,
-    k0_b, k0_g, k0_m, k1_b, k1_g, k1_m, M, MP, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr,
-    BD1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
+    k0_b, k0_g, k0_m, k1_b, k1_g, k1_m, M, MP, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr,
+    DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
     BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, head block, sequence * G + group) scores the team blocks i, i + programs, ... of T teams.
+    """Program (i, head block, sequence * G + group) scores the teams i T .. i T + T - 1.
 
-    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 4)`` and clears ``flags (B G, words, MP)``, in the blocks that hold a
-    real team; nothing beyond them is read later.
+    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 8)`` and clears ``flags (B G, words, MP)``, in the blocks that
+    hold a real team; nothing beyond them is read later.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     bg = tl.program_id(2)
     b, g = bg // G, bg % G
-    h0 = tl.program_id(1) * HB
-    head = h0 + tl.arange(0, HB)
-    at0 = q0 + b.to(tl.int64) * q0_b + g.to(tl.int64) * q0_g
-    at1 = q1 + b.to(tl.int64) * q1_b + g.to(tl.int64) * q1_g
-    keys0 = k0 + b.to(tl.int64) * k0_b + g.to(tl.int64) * k0_g
-    keys1 = k1 + b.to(tl.int64) * k1_b + g.to(tl.int64) * k1_g
-    first = bg.to(tl.int64) * M
-    if BITS == 4:
-        half0: tl.constexpr = BD0 // 2
-        half1: tl.constexpr = BD1 // 2
-        low0, low1 = tl.arange(0, half0), tl.arange(0, half1)
-        qa0, la0 = query_tile(at0, head, low0, H, D0 // 2, q0_h, DTYPE, SPLIT)
-        qb0, lb0 = query_tile(at0 + D0 // 2, head, low0, H, D0 // 2, q0_h, DTYPE, SPLIT)
-        qa1, la1 = query_tile(at1, head, low1, H, D1 // 2, q1_h, DTYPE, SPLIT)
-        qb1, lb1 = query_tile(at1 + D1 // 2, head, low1, H, D1 // 2, q1_h, DTYPE, SPLIT)
-    else:
-        qa0, la0 = query_tile(at0, head, tl.arange(0, BD0), H, D0, q0_h, DTYPE, SPLIT)
-        qa1, la1 = query_tile(at1, head, tl.arange(0, BD1), H, D1, q1_h, DTYPE, SPLIT)
-        qb0, lb0, qb1, lb1 = qa0, la0, qa1, la1
     n = tl.load(count + bg)
-    seed = sequence_key(key, b)
-    now = tl.load(step + b)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(n, T), tl.num_programs(0), num_stages=STAGES):
+    tile = tl.program_id(0)
+    if tile * T < n:
+        h0 = tl.program_id(1) * HB
+        head = h0 + tl.arange(0, HB)
         team = tile * T + tl.arange(0, T)
         live = team < n
+        first = bg.to(tl.int64) * M
+        seed = sequence_key(key, b)
+        now = tl.load(step + b)
         size = tl.load(sizes + first + team, mask=live, other=0)
-        noise = gumbel_tile(seed, team, g, h0, now, layer, HB, SHARED)  # while the keys are on their way
+        query0 = q0 + b.to(tl.int64) * q0_b + g.to(tl.int64) * q0_g
+        query1 = q1 + b.to(tl.int64) * q1_b + g.to(tl.int64) * q1_g
+        keys0 = k0 + b.to(tl.int64) * k0_b + g.to(tl.int64) * k0_g
+        keys1 = k1 + b.to(tl.int64) * k1_b + g.to(tl.int64) * k1_g
         acc = tl.zeros((T, HB), tl.float32)
-        acc = add_scores(
-            acc, keys0, s0 + first * (D0 // GROUP0), team, live, k0_m, D0, BD0, qa0, la0, qb0, lb0, DTYPE, SPLIT, BITS,
-            GROUP0,
-        )  # fmt: skip
-        if TWO:
-            acc = add_scores(
-                acc, keys1, s1 + first * (D1 // GROUP1), team, live, k1_m, D1, BD1, qa1, la1, qb1, lb1, DTYPE, SPLIT,
-                BITS, GROUP1,
+        if TWO and BITS == 16 and DC1 >= D1:
+            # the short part is asked for first and used last, so that its way from memory is hidden
+            dim = tl.arange(0, DC1)
+            short = tl.load(
+                keys1 + team.to(tl.int64)[:, None] * k1_m + dim[None, :],
+                mask=live[:, None] & (dim < D1)[None, :], other=0,
             )  # fmt: skip
+            asked = load_query(query1, head, dim, H, D1, q1_h)
+            acc = add_scores(
+                acc, query0, keys0, s0 + first * (D0 // GROUP0), team, live, head, H, q0_h, k0_m, D0, DC0, DTYPE, SPLIT,
+                BITS, GROUP0, STAGES,
+            )  # fmt: skip
+            acc = product(acc, short, asked, DTYPE, SPLIT)
+        else:
+            acc = add_scores(
+                acc, query0, keys0, s0 + first * (D0 // GROUP0), team, live, head, H, q0_h, k0_m, D0, DC0, DTYPE, SPLIT,
+                BITS, GROUP0, STAGES,
+            )  # fmt: skip
+            if TWO:
+                acc = add_scores(
+                    acc, query1, keys1, s1 + first * (D1 // GROUP1), team, live, head, H, q1_h, k1_m, D1, DC1, DTYPE,
+                    SPLIT, BITS, GROUP1, STAGES,
+                )  # fmt: skip
         score = acc * scale + tl.log(tl.maximum(size, 1).to(tl.float32))[:, None]
         score = tl.where((size > 0)[:, None], score, float("-inf"))
-        noisy = score + noise
+        noisy = score + gumbel_tile(seed, team, g, h0, now, layer, HB, SHARED)
         line = bg.to(tl.int64) * H + head
         ok = (head < H)[None, :]
         tl.store(phi + line[None, :] * MP + team[:, None], score, mask=ok)

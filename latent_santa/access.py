@@ -111,7 +111,7 @@ class AccessLedger:
         entries = list(self._entries())
         sizes = sorted({entry.shape[1] for *_, entry in entries})
         if len(sizes) > 1:
-            raise ValueError(f"calls with batch sizes {sizes} were recorded; per_sequence needs one: reset() in between")
+            raise ValueError(f"calls with batch sizes {sizes} were recorded; per_sequence needs one: reset() between")
         batch = sizes[0] if sizes else 0
         return [
             {"sequence": b, **_with_percent(_sum((unit, entry[:, b : b + 1]) for _, _, unit, entry in entries))}

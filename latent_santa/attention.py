@@ -90,7 +90,7 @@ def _suffix_logits(query: tuple[Tensor, ...], rows: Rows, suffix: Suffix, scale:
 
 
 def union_rows(union: Tensor, teams: Teams, capacity: int) -> Tensor:
-    """Row list of the selected teams, read once for all heads: ``(B, G, capacity)`` int64 in rising order, -1 unused."""
+    """Row list of the selected teams, read once for all heads: ``(B, G, capacity)`` int64, rising, -1 unused."""
     team = teams.team_of_row.long()
     wanted = union.gather(2, team.clamp_min(0)) & (team >= 0)
     place = torch.where(wanted, wanted.cumsum(-1) - 1, capacity)
@@ -198,7 +198,9 @@ def santa_attention(
     return Output(out, lse, scanned, picked.union.sum(-1), exact_rows)
 
 
-def dense_attention(query: tuple[Tensor, ...], rows: Rows, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def dense_attention(
+    query: tuple[Tensor, ...], rows: Rows, visible: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Exact attention over all visible rows (Equation 1), in the same layout and precision as the estimators.
 
     Args:

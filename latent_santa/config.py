@@ -86,7 +86,8 @@ class SantaConfig:
             return
         if self.parent_size % self.representatives:
             raise ValueError(
-                f"representatives={self.representatives}: P must be divisible by R, and parent_size={self.parent_size} is not"
+                f"representatives={self.representatives}: P must be divisible by R, and "
+                f"parent_size={self.parent_size} is not"
             )
         step = self.parent_size // self.representatives
         if self.method == "santa++" and self.budget % step:

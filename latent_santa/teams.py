@@ -129,7 +129,7 @@ class _Parents:
         self.width = width
 
     def mean(self, points: Tensor) -> Tensor:
-        """Each parent's mean point, ``(slots + 1, D)``, summed in token order so that it does not depend on the batch."""
+        """Each parent's mean point, ``(slots + 1, D)``, summed in token order so that no batch changes it."""
         order = torch.argsort(self.slot.flatten(), stable=True)
         order = order[: int(self.sizes.sum())]
         sizes = self.sizes.clone()
@@ -235,7 +235,7 @@ def build_centroids(rows: Rows, parents: Tensor) -> Teams:
 
 
 def _renumber(label: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace each partition's labels ``(Q, N)`` by 0, 1, ... in rising order; return them and their number ``(Q,)``."""
+    """Replace each partition's labels ``(Q, N)`` by 0, 1, ... in rising order; also return how many, ``(Q,)``."""
     width = int(label.max()) + 1
     used = torch.zeros(label.shape[0], width + 1, dtype=torch.int64, device=label.device)
     used.scatter_(1, torch.where(label >= 0, label, width), 1)

@@ -14,6 +14,9 @@ from transformers import AutoTokenizer, DeepseekV2Config, DeepseekV2ForCausalLM
 
 from latent_santa.eval.tiny.load import MODEL_DIRECTORY
 
+# Tensors of these models are tiny: more threads only wait for each other.
+torch.set_num_threads(1)
+
 
 @cache
 def tokenizer() -> Any:

@@ -19,7 +19,7 @@ from latent_santa.teams import Teams, build_teams
 
 # small blocks, so that small cases have several of everything
 SMALL: dict[str, Any] = {
-    "route_teams": 16, "route_programs": 2, "attend_rows": 16, "lanes": 64,
+    "route_teams": 16, "attend_rows": 16, "lanes": 64,
     "shares": 3, "combine_shares": 2,
 }  # fmt: skip
 

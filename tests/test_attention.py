@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from latent_santa.attention import Suffix, dense_attention, sampled_attention, union_rows
+from latent_santa.noise import gumbel_noise
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows, scores
 from latent_santa.teams import build_centroids, build_teams
@@ -255,6 +256,34 @@ def test_invisible_suffix_rows_change_nothing():
     after = case.run(3)
     assert after.out.equal(before.out) and after.lse.equal(before.lse)
     assert after.suffix.tolist() == [[3], [1]]
+
+
+@pytest.mark.parametrize("noise", ["independent", "shared"])
+def test_draws_made_beforehand(noise):
+    """A caller may hand in draws for more teams than this layer has."""
+    case = make_case("gqa", heads=3, groups=2, lengths=(20, 9), suffix=1, seed=2)
+    made = gumbel_noise(case.draw.key, case.draw.step, torch.tensor([2, 3]), 2, 3, 40, noise == "shared")[1]
+    given = replace(case, draw=replace(case.draw, made=made))
+    for estimator in ("per_head", "pooled"):
+        own, other = case.run(3, estimator, noise), given.run(3, estimator, noise)
+        assert own.out.equal(other.out) and own.union.equal(other.union)
+
+
+@pytest.mark.parametrize("method", ["santa++", "santa"])
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_a_sequence_without_a_real_row(estimator, method):
+    """A chunk of a long prompt may be nothing but padding for a short one: zeros, no count, no harm to the others."""
+    case = make_case("mla", heads=3, lengths=(20, 0, 9), seed=2)
+    assert case.teams.count[:, 0].tolist() == [10, 0, 5]
+    for k in (3, 100):
+        output = case.run(k, estimator, "independent", method)
+        assert bool((output.out[1] == 0).all()) and bool((output.lse[1] == -torch.inf).all())
+        assert int(output.routing[1, 0]) == int(output.union[1, 0]) == int(output.suffix[1, 0]) == 0
+        for b in (0, 2):
+            expected = case.reference(b, 0, k, estimator, "independent", method)
+            np.testing.assert_allclose(output.out[b, 0].double().numpy(), expected.outputs, rtol=1e-5, atol=1e-5)
+    out, _ = dense_attention(case.query, case.rows, case.prompt, case.scale)
+    assert bool((out[1] == 0).all()) and bool(out.isfinite().all())
 
 
 def test_suffix_need_not_be_the_last_rows():

@@ -282,6 +282,18 @@ def test_three_turns_group_new_teams_beside_the_old(model):
     assert grouped == [*range(40), *range(44, 66), *range(80, 89)]
 
 
+@pytest.mark.parametrize("new", [7, 8])
+def test_a_turn_is_grouped_from_a_parents_size_on(model, new):
+    with latent_santa.patch(model, **SMALL) as santa:
+        cache = decode_by_hand(model, prompt(40), 3)[2]
+        santa.reset()
+        step(model, cache, prompt(new))
+        step(model, cache, prompt(1))
+        long = new == 8
+        assert [s for _, _, s, _ in steps(santa)] == ([2, 3] if long else [0, 2 + 7 + 1])
+        assert (santa.prefill_calls, santa.dense_calls, santa.sparse_calls) == ((1, 0, 2) if long else (0, 1, 1))
+
+
 def test_settings_that_shape_teams_regroup_a_cache(model):
     with latent_santa.patch(model, **SMALL) as santa:
         cache = decode_by_hand(model, prompt(48), 5)[2]

@@ -257,6 +257,21 @@ def test_chunked_prefill_is_the_prefill_in_one(model, parents, size, first_token
         assert santa.shadow_errors().shape == errors.shape
 
 
+def test_a_chunked_second_turn_is_the_turn_in_one(model):
+    with latent_santa.patch(model, **SMALL) as santa:
+        outputs, counts, spans = [], [], []
+        for size in (None, 16):
+            first = generate(model, prompt(40), 5)
+            santa.reset()
+            ids = torch.cat((first.sequences, prompt(29, seed=1)), 1)
+            outputs.append(generate(model, ids, 4, cache=cache_of(first), prefill_chunk_size=size))
+            counts.append(santa.access.as_dict())
+            spans.append([(layer.grouped.exact, layer.grouped.stop) for layer in cache_of(outputs[-1]).layers])
+    assert_same(outputs[1], outputs[0])
+    assert counts[1] == counts[0]
+    assert spans[1] == spans[0] == [(((40, 44),), 74)] * 2
+
+
 def test_last_chunk_of_one_token_is_a_decoding_call(model):
     with latent_santa.patch(model, **SMALL) as santa:
         generate(model, prompt(33), 3, prefill_chunk_size=16)
@@ -371,9 +386,12 @@ def test_prefill_scores_before_the_last_are_dense(model):
     ids = prompt(50)
     with torch.no_grad():
         wanted = model(ids).logits
+        dense = model(ids, output_hidden_states=True).hidden_states
         with latent_santa.patch(model, **SMALL):
             found = model(ids).logits
             hidden = model(ids, output_hidden_states=True).hidden_states
     assert found[:, :-1].equal(wanted[:, :-1])
     assert not torch.allclose(found[:, -1], wanted[:, -1], atol=1e-2)
     assert len(hidden) == 3 and all(h.shape == (1, 50, hidden[0].shape[-1]) for h in hidden)
+    torch.testing.assert_close(model.lm_head(hidden[-1]), found)
+    assert not torch.allclose(hidden[1][:, -1], dense[1][:, -1], atol=1e-2)

@@ -77,6 +77,17 @@ def test_shared_noise_is_the_first_heads():
     assert shared.stride(2) == 0
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_several_layers_at_once(shared):
+    """One call for many layers makes each layer's own draws."""
+    key, step = noise.noise_keys(0, [1, 2], "cpu"), tensor([50, 8])
+    layers = tensor([3, 4, 26])
+    made = noise.gumbel_noise(key, step, layers, 2, 6, 30, shared)
+    assert made.shape == (3, 2, 2, 6, 30)
+    for part, layer in zip(made, layers.tolist(), strict=True):
+        assert part.equal(noise.gumbel_noise(key, step, layer, 2, 6, 30, shared))
+
+
 def test_each_coordinate_moves_every_draw():
     """Team, head, group, step, layer and sequence each lead to another word, so no two draws are tied together."""
     key, step = noise.noise_keys(0, [0, 1], "cpu"), tensor([8, 8])

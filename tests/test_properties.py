@@ -24,13 +24,13 @@ quick = settings(max_examples=120, derandomize=True, deadline=None)
 
 @st.composite
 def partitions(draw):
-    """(keys (B, G, N, D), member (B, N), parents (B, G, N), R); keys repeat often, every sequence has a real row."""
+    """(keys (B, G, N, D), member (B, N), parents (B, G, N), R); keys repeat often, not every sequence has real rows."""
     batch, groups, length = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 20))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     levels, dims = draw(st.sampled_from([1, 2, 3, 1000])), draw(st.integers(1, 3))
     keys = torch.randint(0, levels, (batch, groups, length, dims), generator=generator).float()
     member = torch.rand(batch, length, generator=generator) < draw(st.sampled_from([0.3, 0.8, 1.0]))
-    member[torch.arange(batch), torch.randint(0, length, (batch,), generator=generator)] = True
+    member[0, int(torch.randint(0, length, (1,), generator=generator))] = True
     size = draw(st.integers(1, length + 2))
     if draw(st.booleans()):
         labels = torch.randint(0, -(-length // size) + 2, (batch, groups, length), generator=generator)
@@ -150,7 +150,7 @@ def test_counts_add_up(drawn, k, suffix, estimator, shared):
     draw = Draw(noise_keys(k, range(batch), "cpu"), visible, 0)
     options = {"scale": 1.0, "estimator": estimator, "noise": "shared" if shared else "independent"}
     output = sampled_attention(query, rows, teams, exact, draw, teams_per_head=k, **options)
-    assert bool(output.out.isfinite().all()) and bool(output.lse.isfinite().all())
+    assert bool(output.out.isfinite().all()) and bool(output.lse[visible > 0].isfinite().all())
     assert output.suffix.tolist() == [[suffix] * groups] * batch
     held = member.sum(-1)[:, None].expand(-1, groups)
     assert bool((output.union <= held).all())

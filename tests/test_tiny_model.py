@@ -43,7 +43,7 @@ def test_keys_outside_the_lists_and_apart_from_their_values(tiny, encoder):
 def test_without_the_answers_in_the_prompt_the_score_is_gone(tiny, encoder):
     found = []
     for task in TASKS:
-        found += scores(*tiny, prompts(task, 5, 512, encoder, seed=20261130, control=True))
+        found += scores(*tiny, prompts(task, 4, 512, encoder, seed=20261130, control=True))
     assert sum(found) / len(found) < 0.05
 
 

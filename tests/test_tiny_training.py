@@ -53,9 +53,12 @@ def test_workers_make_the_data(tmp_path):
     assert train(settings(tmp_path, steps=3, workers=2)).step == 3
 
 
-def test_resuming_nothing_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing to resume"):
-        train(settings(tmp_path, resume=True))
+def test_a_new_run_starts_afresh(tmp_path):
+    """--resume goes on only if there is a checkpoint; without it an old log goes."""
+    assert train(settings(tmp_path, steps=2, resume=True)).step == 2
+    train(settings(tmp_path, steps=1))
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]
 
 
 def test_rates_warm_up_and_fall_to_zero(tmp_path):

@@ -6,12 +6,13 @@ import random
 import uuid
 
 ADJECTIVES = tuple(
-    "amber ancient autumn bold brave brisk bronze calm careful cheerful clever copper coral cosmic crimson curious "
-    "daring distant dusty eager early elegant fancy fearless fragile frozen gentle giant golden graceful happy hazel "
-    "hidden hollow humble indigo ivory jolly keen lazy lively lonely lucky lunar maple marble mellow mighty misty mossy "
-    "modern narrow nimble noble olive orange patient plain playful polished proud purple quick quiet rapid restless "
-    "rosy royal rustic salty scarlet secret shiny silent silver sleepy smooth snowy solar spare speedy steady stormy "
-    "sturdy sunny swift tender tidy timid tranquil turquoise useful velvet violet vivid warm wise wooden young".split()
+    "amber ancient autumn bold brave brisk bronze calm careful cheerful clever copper coral cosmic crimson "
+    "curious daring distant dusty eager early elegant fancy fearless fragile frozen gentle giant golden graceful "
+    "happy hazel hidden hollow humble indigo ivory jolly keen lazy lively lonely lucky lunar maple marble mellow "
+    "mighty misty mossy modern narrow nimble noble olive orange patient plain playful polished proud purple quick "
+    "quiet rapid restless rosy royal rustic salty scarlet secret shiny silent silver sleepy smooth snowy solar "
+    "spare speedy steady stormy sturdy sunny swift tender tidy timid tranquil turquoise useful velvet violet "
+    "vivid warm wise wooden young".split()
 )
 NOUNS = tuple(
     "acorn anchor badger balloon barrel basket beacon bicycle blanket bottle bridge bucket cabin camel candle canyon "

@@ -1,4 +1,4 @@
-"""The embedded model: a small trained DeepSeek-V2-shaped network with its own tasks (see MODEL_CARD.md in `model`)."""
+"""The embedded model: a small trained DeepSeek-V2-shaped network with its own tasks: see MODEL_CARD.md."""
 
 from .load import load_tiny
 from .source import rows

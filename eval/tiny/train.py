@@ -1,8 +1,7 @@
 """Trains the embedded model from scratch (one GPU, under ten minutes), or a small one on the CPU to try the code.
 
-    python -m latent_santa.eval.tiny.train --out OUT
-    python -m latent_santa.eval.tiny.train --out OUT --resume
-    python -m latent_santa.eval.tiny.train --out OUT --device cpu --steps 60 --small --tokens 1088 --workers 0
+    python -m latent_santa.eval.tiny.train --resume
+    python -m latent_santa.eval.tiny.train --out /tmp/small --device cpu --steps 60 --small --tokens 1088 --workers 0
 
 OUT receives model.safetensors (bfloat16, the names of transformers' DeepseekV2ForCausalLM), checkpoint.pt (weights,
 optimizer and progress, replaced atomically) and log.jsonl. Copy model.safetensors over the one in `model/` to ship it.
@@ -213,23 +212,22 @@ class Trainer:
 
 
 def train(settings: Settings, until: int | None = None) -> Trainer:
-    """Run a training (to step `until` if given) and return the trainer; see the module's text for the files.
-
-    Raises FileNotFoundError when asked to resume without a checkpoint.
-    """
+    """Run a training (to step `until` if given) and return the trainer; see the module's text for the files."""
     s = settings
     s.out.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = {"step": 0, "elapsed": 0.0}
-    if s.resume:
-        if not s.checkpoint_path.is_file():
-            raise FileNotFoundError(f"nothing to resume: no {s.checkpoint_path}; run without --resume first")
+    resumed = s.resume and s.checkpoint_path.is_file()
+    if resumed:
         state = torch.load(s.checkpoint_path, map_location="cpu", weights_only=True)
-    maker = BatchMaker(s.tokenizer, s.tokens, s.seed, s.longest)
+    else:
+        (s.out / "log.jsonl").unlink(missing_ok=True)
+    longest = s.longest or (SMALL.positions if s.small else None)
+    maker = BatchMaker(s.tokenizer, s.tokens, s.seed, longest)
     # The workers are forked, so before anything touches the GPU.
     feed = Feed(maker, s.workers, state["step"], s.progress(state["step"], state["elapsed"]))
     try:
         trainer = Trainer(s)
-        if s.resume:
+        if resumed:
             trainer.restore(state)
         if s.device != "cpu":
             trainer.network.compile()
@@ -247,10 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="directory for weights, checkpoint and log")
+    add("--out", type=Path, default=Path("out/train-tiny"), help="directory for the files (default out/train-tiny)")
     add("--seconds", type=float, default=415.0, help="length of the run, counted after compilation (default 415)")
     add("--steps", type=int, default=0, help="length of the run in steps instead of seconds")
-    add("--resume", action="store_true", help="go on from the checkpoint, to the same --seconds or --steps")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint, if any, to the same --seconds or --steps",
+    )
     add("--checkpoint", type=Path, help="checkpoint file (default OUT/checkpoint.pt)")
     add("--tokenizer", type=Path, default=Settings.tokenizer, help="tokenizer.json (default: the shipped one)")
     add("--tokens", type=int, default=Settings.tokens, help="tokens a step (default 139264)")

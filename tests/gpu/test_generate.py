@@ -1,0 +1,47 @@
+"""Whole generations on a CUDA device: the Triton backend against the PyTorch one, on models of both layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import latent_santa
+
+from ..tiny_models import tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+NEW_TOKENS = 12
+
+
+def generation(model: Any, backend: str, **settings: Any) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Tokens of a left-padded batch, and each sequence's counts."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, model.config.vocab_size, (3, 200), generator=generator).cuda()
+    mask = torch.ones_like(ids)
+    for row, length in enumerate((137, 64, 200)):
+        mask[row, : 200 - length] = 0
+    with latent_santa.patch(model, backend=backend, **settings) as santa:
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+        return out[:, 200:].tolist(), santa.access.per_sequence()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"], ids=["mla", "gqa"])
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+@pytest.mark.parametrize("parents", ["contiguous", "kmeans"])
+def test_the_triton_backend_gives_the_torch_backends_tokens_and_rows(name: str, estimator: str, parents: str) -> None:
+    model = tiny_model(name).cuda()
+    settings = {"budget": 24, "estimator": estimator, "parents": parents, "kmeans_engine": "sklearn"}
+    tokens, rows = generation(model, "torch", **settings)
+    assert generation(model, "triton", **settings) == (tokens, rows)
+    assert generation(model, "auto", **settings) == (tokens, rows)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"], ids=["mla", "gqa"])
+def test_a_bfloat16_model_generates_with_the_triton_backend(name: str) -> None:
+    tokens, rows = generation(tiny_model(name).bfloat16().cuda(), "triton", budget=24, parents="contiguous")
+    assert all(len(row) == NEW_TOKENS for row in tokens) and all(0 < entry["percent"] for entry in rows)
