@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
 from latent_santa.patches.control import CACHE_NAMES
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -65,7 +66,9 @@ class Timing:
         return asdict(self)
 
 
-def measure(model: Any, batch: int, context: int, steps: int, repeats: int, settings: list[dict[str, Any]]) -> Iterator[Timing]:
+def measure(
+    model: Any, batch: int, context: int, steps: int, repeats: int, settings: list[dict[str, Any]]
+) -> Iterator[Timing]:
     """Time the unpatched model and then every setting (overrides of SantaConfig) on the same random tokens.
 
     Args:
@@ -94,7 +97,9 @@ def _name(overrides: dict[str, Any]) -> str:
 def _unpatched(model: Any, ids: torch.Tensor, steps: int, repeats: int) -> Timing:
     cache, prefill_ms = _prefills(model, ids, repeats)
     step_ms, peak = _steps(model, ids, cache, steps)
-    return Timing("unpatched", prefill_ms, 0.0, step_ms, peak, _bytes(cache) / (ids.shape[0] * cache.get_seq_length()), 100.0)
+    return Timing(
+        "unpatched", prefill_ms, 0.0, step_ms, peak, _bytes(cache) / (ids.shape[0] * cache.get_seq_length()), 100.0
+    )
 
 
 @torch.inference_mode()

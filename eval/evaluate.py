@@ -151,21 +151,21 @@ class Evaluation:
         freeze.check_resume(store, self.settings, self.conditions)
 
     def _announce(self, store: Store) -> None:
-        say = self.console.print
+        def say(text: str, style: str | None = None) -> None:
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
         if self.args.quick:
             say(
                 f"A quick first look with {' '.join(self.args.quick)}: few prompts, so wide intervals. Any of these "
-                "options can be given.",
-                markup=False,
-                highlight=False,
+                "options can be given."
             )
         manifest = store.manifest()
-        say(f"Run in {store.directory}: {report.data_statement(manifest)}.", markup=False, highlight=False)
+        say(f"Run in {store.directory}: {report.data_statement(manifest)}.")
         first = store.prompts()[0].row
         tail = self.renderer.text(first.input, first.answer_prefix)[-120:]
-        say(f"The first prompt ends in {tail!r}", markup=False, highlight=False)
+        say(f"The first prompt ends in {tail!r}")
         for warning in manifest["warnings"]:
-            say(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+            say(f"warning: {warning}", style="yellow")
 
     def _generate(self, store: Store, progress: Progress, processes: Any) -> None:
         wanted = {prompt.row.id for prompt in store.prompts()[processes.rank :: processes.world]}

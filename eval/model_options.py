@@ -15,7 +15,7 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = Non
         default=default,
         required=default is None,
         metavar="ID_OR_PATH",
-        help="hub id, local directory, or builtin:tiny, the embedded MLA model" + (f" (default {default})" if default else ""),
+        help="hub id, local directory, or builtin:tiny, the embedded MLA model",
     )
     group.add_argument("--revision", help="hub revision of the model")
     group.add_argument(

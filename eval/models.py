@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,13 +150,18 @@ def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
     """The model, dense and unpatched. With int8, every linear layer but kv_b_proj and lm_head is quantised."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     where, keywords = spec.source()
     device = spec.resolved_device(local_rank)
     dtype = getattr(torch, spec.resolved_dtype())
     if spec.quant == "int8":
         from transformers import BitsAndBytesConfig
 
+        # It says at every multiplication that bfloat16 inputs are cast.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         keywords["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(UNQUANTISED))
         keywords["device_map"] = spec.device_map or {"": device}
     elif spec.device_map:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def _all_teams(ids: list[int], config: Any) -> int:
 
 def _same(name: str, tokens: list[int], logits: torch.Tensor, found: list[int], found_logits: torch.Tensor) -> Check:
     """Equal tokens, or a difference that starts where dense logits themselves are closer than rounding moves them."""
-    common = next((i for i, (a, b) in enumerate(zip(tokens, found, strict=False)) if a != b), min(len(tokens), len(found)))
+    common = len(os.path.commonprefix([tokens, found]))
     shared = slice(0, min(common + 1, len(tokens), len(found)))
     worst = (logits[shared] - found_logits[shared]).abs().max().item()
     spread = logits[shared].std().item()
@@ -91,7 +92,8 @@ def _same(name: str, tokens: list[int], logits: torch.Tensor, found: list[int], 
         return Check(name, True, f"same tokens, {seen}")
     top = logits[common].topk(2).values
     tie = (top[0] - top[1]).item() <= 2 * worst and worst < 0.1 * spread
-    return Check(name, tie, f"tokens differ from number {common} on ({'a tie within rounding' if tie else 'no tie'}), {seen}")
+    why = "a tie within rounding" if tie else "no tie"
+    return Check(name, tie, f"tokens differ from number {common} on ({why}), {seen}")
 
 
 def _runs(name: str, action: Callable[[], Any]) -> Check:

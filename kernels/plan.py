@@ -87,8 +87,9 @@ def choose(s: Shapes) -> Plan:
     attend_rows = 32 if wide else 64
     if s.dtype == torch.float32:
         attend_rows = 16
-    tiles = -(-(min(s.most_rows, s.prompt) + s.suffix) // attend_rows)
-    share_room = max(1, 2 * s.processors // (sequences * -(-s.heads // attend_heads)))
+    # enough shares to hide latency, few enough to keep their sums small; a wide tile leaves room for two on a processor
+    tiles = -(-(min(s.most_rows, s.prompt) + s.suffix) // min(attend_rows, 32))
+    share_room = max(1, (2 if wide else 4) * s.processors // (sequences * -(-s.heads // attend_heads)))
     shares = max(1, min(tiles, share_room, 128))
     per = -(-s.prompt // (RUN * shares)) * RUN
     return Plan(

@@ -90,7 +90,9 @@ def scale_group(dims: int, routing_dtype: str) -> int:
     while span % group:
         group //= 2
     if group < 8 or (routing_dtype == "int4" and dims % 2):
-        raise ValueError(f"routing_dtype={routing_dtype!r}: {dims} key dimensions do not divide into groups of 8 or more")
+        raise ValueError(
+            f"routing_dtype={routing_dtype!r}: {dims} key dimensions do not divide into groups of 8 or more"
+        )
     return group
 
 

@@ -96,12 +96,15 @@ def three_turns(model):
 
 
 def padded_turns(model):
+    """Padding before, in a turn that is grouped, and in a turn so short that its rows and padding are suffix."""
     ids, mask = padded([30, 45])
-    first = generate(model, ids, 4, attention_mask=mask)
-    turn, turn_mask = padded([12, 20], seed=5)  # padding between the turns too
-    ids = torch.cat((first.sequences, turn), 1)
-    mask = torch.cat((mask, torch.ones(2, 4, dtype=torch.long), turn_mask), 1)
-    return [first, generate(model, ids, 4, cache=cache_of(first), attention_mask=mask)]
+    outputs = [generate(model, ids, 4, attention_mask=mask)]
+    for lengths in ([12, 20], [2, 5]):
+        turn, turn_mask = padded(lengths, seed=5)
+        ids = torch.cat((outputs[-1].sequences, turn), 1)
+        mask = torch.cat((mask, torch.ones(2, 4, dtype=torch.long), turn_mask), 1)
+        outputs.append(generate(model, ids, 4, cache=cache_of(outputs[-1]), attention_mask=mask))
+    return outputs
 
 
 def prompt_lookup(model):

@@ -14,12 +14,12 @@ def add_parser(subparsers: Any) -> None:
         "decode",
         help="prefill, preparation, decode step, peak memory and bytes a token of a whole model",
         description=(
-            "Time a whole model with random weights, unpatched and patched in the same run and on the same tokens. Times "
-            "are medians; the prefill is dense in every case and is timed without preparation."
+            "Time a whole model with random weights, unpatched and patched in the same run and on the same tokens. "
+            "Times are medians; the prefill is dense in every case and is timed without preparation."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--shape", default="deepseek-v2-lite", choices=("deepseek-v2-lite", "small"), help="model sizes")
+    parser.add_argument("--shape", default="deepseek-v2-lite", choices=("deepseek-v2-lite", "small"), help="sizes")
     parser.add_argument("--layers", type=int, help="use this many layers instead of the shape's own")
     parser.add_argument("--batch", default="1,8", help="sequences, several separated by commas")
     parser.add_argument("--context", default="8192,32768", help="cached tokens a sequence, several separated by commas")
@@ -120,8 +120,8 @@ def _line(row: dict[str, Any]) -> str:
     peak = "-" if row["decode_peak"] is None else f"{row['decode_peak'] / 2**30:.2f} GiB"
     return (
         f"b{row['batch']} {row['context']} tokens, {row['name']}: prefill {row['prefill_ms']:.1f} ms, prepare "
-        f"{row['prepare_ms']:.1f} ms, step {row['step_ms']:.2f} ms, peak {peak}, {row['bytes_per_token']:.0f} bytes a token, "
-        f"rows {row['percent']:.1f} %"
+        f"{row['prepare_ms']:.1f} ms, step {row['step_ms']:.2f} ms, peak {peak}, "
+        f"{row['bytes_per_token']:.0f} bytes a token, rows {row['percent']:.1f} %"
     )
 
 
@@ -132,13 +132,14 @@ def _markdown(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
         ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         + ". Medians in milliseconds; rows are Equation 14's percent of dense, logical access and not time.",
         "",
-        "| batch | context | setting | prefill | prepare | decode step | decode peak GiB | cache bytes a token | rows % |",
+        "| batch | context | setting | prefill | prepare | decode step | peak GiB | cache bytes a token | rows % |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in results:
         peak = "-" if row["decode_peak"] is None else f"{row['decode_peak'] / 2**30:.2f}"
+        times = " | ".join(f"{row[name]:.1f}" for name in ("prefill_ms", "prepare_ms", "step_ms"))
         lines.append(
-            f"| {row['batch']} | {row['context']} | {row['name']} | {row['prefill_ms']:.1f} | {row['prepare_ms']:.1f} | "
-            f"{row['step_ms']:.2f} | {peak} | {row['bytes_per_token']:.0f} | {row['percent']:.1f} |"
+            f"| {row['batch']} | {row['context']} | {row['name']} | {times} | {peak} | {row['bytes_per_token']:.0f} | "
+            f"{row['percent']:.1f} |"
         )
     return "\n".join(lines) + "\n"

@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_model_options(parser, default="builtin:tiny")
-    parser.add_argument("--length", type=int, default=600, help="tokens of the prompt, drawn at random from the vocabulary")
+    parser.add_argument("--length", type=int, default=600, help="tokens of the prompt, drawn from the vocabulary")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompt")
     parser.set_defaults(run=run)
 

@@ -18,16 +18,16 @@ def add_parser(subparsers: Any) -> None:
         "compare",
         help="one prompt: answers, rows read, agreement and attention error of several settings beside dense",
         description=(
-            "Decode one prompt greedily with dense attention and with every combination of the given settings, and show "
-            "the answer, the rows read (routing, union and suffix; Equation 14 for MLA, 13 for GQA), how much of the dense "
-            "answer is reproduced before the first difference, and the mean relative attention error against dense on "
-            "the same cache. Reads are logical access, not time; the prefill is dense in every case."
+            "Decode one prompt greedily with dense attention and with every combination of the given settings, and "
+            "show the answer, the rows read (routing, union and suffix; Equation 14 for MLA, 13 for GQA), how much of "
+            "the dense answer is reproduced before the first difference, and the mean relative attention error against "
+            "dense on the same cache. Reads are logical access, not time; the prefill is dense in every case."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_model_options(parser, default="builtin:tiny")
     prompt = parser.add_argument_group("prompt")
-    prompt.add_argument("--prompt-file", type=Path, help="text of the user's turn; without it, facts planted in filler text")
+    prompt.add_argument("--prompt-file", type=Path, help="the user's turn; without it, facts planted in filler text")
     prompt.add_argument("--length", type=int, default=2048, help="tokens of the planted prompt, answer room included")
     prompt.add_argument("--prompt-number", type=int, default=0, help="which planted prompt")
     prompt.add_argument("--no-chat-template", action="store_true", help="give the text to the model as it is")
@@ -35,11 +35,13 @@ def add_parser(subparsers: Any) -> None:
     method = parser.add_argument_group("method (Section 2, Appendix A)")
     method.add_argument("--methods", default="dense,santa++", help="of dense, santa++, santa, centroid")
     method.add_argument("--budgets", default="128,256,512", help="S, nominal budgets; K = S / (P / R) teams a head")
-    method.add_argument("--estimator", default="per_head,pooled", help="whose teams a head uses: its own, or the union's")
-    method.add_argument("--parents", default="kmeans", help="kmeans (Algorithm 3), contiguous (Algorithm 4), or both")
+    method.add_argument(
+        "--estimator", default="per_head,pooled", help="whose teams a head uses: its own, or the union's"
+    )
+    method.add_argument("--parents", default="kmeans", help="kmeans (Algorithm 3) and/or contiguous (Algorithm 4)")
     method.add_argument("--parent-size", type=int, default=16, help="P, nominal rows a parent")
     method.add_argument("--representatives", type=int, default=4, help="R, most representatives a parent")
-    method.add_argument("--noise", default="independent", choices=("independent", "shared"), help="Gumbel draws of heads")
+    method.add_argument("--noise", default="independent", choices=("independent", "shared"), help="draws of heads")
     method.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
     method.add_argument("--backend", default="auto", choices=("auto", "torch", "triton"), help="implementation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
@@ -82,12 +84,15 @@ def run(args: argparse.Namespace) -> int:
     limit = context_limit(model.config)
     if limit is not None and len(ids) + args.max_new_tokens > limit:
         raise EvalError(
-            f"the prompt has {len(ids)} tokens and --max-new-tokens is {args.max_new_tokens}, but {spec.name} was made for "
-            f"{limit} positions: shorten the prompt"
+            f"the prompt has {len(ids)} tokens and --max-new-tokens is {args.max_new_tokens}, but {spec.name} was made "
+            f"for {limit} positions: shorten the prompt"
         )
     make_greedy(model, tokenizer)
     outcomes: list[Outcome] = []
-    with latent_santa.patch(model, seed=args.seed, noise=args.noise, backend=args.backend) as santa, Progress(console) as bar:
+    with (
+        latent_santa.patch(model, seed=args.seed, noise=args.noise, backend=args.backend) as santa,
+        Progress(console) as bar,
+    ):
         bar.stage("settings", len(conditions))
         for condition in conditions:
             dense = outcomes[0] if outcomes else None

@@ -19,7 +19,7 @@ NOISE = (
     " A heron waits near the reeds.",
     " Later the sun sets and the water turns dark.",
 )
-# Fillers of four to nine tokens that close the gap between the text and its length.
+# Fillers of four to seven tokens that close the gap between the text and its length.
 SHORT = (" All is calm.", " Nothing else happens here.", " The day goes on.", " Nobody says a word about it.")
 
 _ADJECTIVES = """old young tall quiet busy clever tired cheerful careful famous gentle grey green heavy hungry little
@@ -46,8 +46,10 @@ def sentence(rng: Random) -> str:
 
     def clause() -> str:
         thing = f"{rng.choice(('the', 'one', 'another', 'this'))} {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}"
-        place = f" {rng.choice(('near', 'behind', 'in', 'outside'))} the {rng.choice(_PLACES)}"
-        return f"{person()} {rng.choice(_DEEDS)} {thing}{place if rng.random() < 0.6 else ''}"
+        place = ""
+        if rng.random() < 0.6:
+            place = f" {rng.choice(('near', 'behind', 'in', 'outside'))} the {rng.choice(_PLACES)}"
+        return f"{person()} {rng.choice(_DEEDS)} {thing}{place}"
 
     text = clause()
     if rng.random() < 0.35:

@@ -71,14 +71,19 @@ class Sampler:
         self._cost = encoder.cost
 
     def sample(self, rng: Random, length: int, mix: Mix) -> Sample:
-        """One sample of at most `length` tokens."""
-        if length <= 544 and rng.random() < mix.pairs:
-            return self._pairs(rng, length)
-        kind = rng.choices(KINDS[:4], weights=_SHARES)[0]
-        room = length - 2 - self._cost([INTRO[kind]])
-        gap = rng.randint(1, mix.gap) if rng.random() < mix.apart else 0
-        make = {"niah": self._flights, "vt": self._chains, "fwe": self._stream, "facts": self._notes}[kind]
-        pieces, questions = make(rng, room, length, gap, mix)
+        """One sample of at most `length` tokens, with at least one answer."""
+        while True:
+            if length <= 544 and rng.random() < mix.pairs:
+                return self._pairs(rng, length)
+            kind = rng.choices(KINDS[:4], weights=_SHARES)[0]
+            room = length - 2 - self._cost([INTRO[kind]])
+            gap = rng.randint(1, mix.gap) if rng.random() < mix.apart else 0
+            make = {"niah": self._flights, "vt": self._chains, "fwe": self._stream, "facts": self._notes}[kind]
+            pieces, questions = make(rng, room, length, gap, mix)
+            if questions:  # sometimes not even the first fits
+                return self._joined(kind, pieces, questions)
+
+    def _joined(self, kind: str, pieces: Sequence[str], questions: Sequence[Question]) -> Sample:
         ids = [BOS, USER, *self._encoder.ids([INTRO[kind]]), *self._encoder.ids(pieces)]
         spans = []
         for place, asked in enumerate(questions):

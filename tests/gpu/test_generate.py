@@ -26,7 +26,9 @@ def generation(model: Any, backend: str, **settings: Any) -> tuple[list[list[int
     for row, length in enumerate((137, 64, 200)):
         mask[row, : 200 - length] = 0
     with latent_santa.patch(model, backend=backend, **settings) as santa:
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        )
         return out[:, 200:].tolist(), santa.access.per_sequence()
 
 

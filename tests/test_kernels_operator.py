@@ -1,0 +1,164 @@
+"""The kernels in Triton's interpreter against their PyTorch twin and against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
+
+from latent_santa.attention import Suffix
+from latent_santa.kernels import Workspace, draws, sampled_attention, unsupported
+
+from .cases import make_case
+from .kernel_cases import SMALL, Call, compare, make_call
+
+if not draws.INTERPRETED.value:
+    pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
+
+ROUNDING = 2e-5
+KINDS = [("per_head", "independent"), ("pooled", "independent"), ("per_head", "shared"), ("pooled", "shared")]
+
+
+def check(call: Call, k: int, estimator: str = "per_head", noise: str = "independent", **over: Any) -> None:
+    """Equal to the twin, from scratch memory full of NaN."""
+    workspace = Workspace({**SMALL, **over})
+    shapes = call.kernels(k, workspace, estimator, noise)
+    workspace.poison()
+    got = call.kernels(k, workspace, estimator, noise)
+    compare(got, call.twin(k, estimator, noise), ROUNDING)
+    assert torch.equal(shapes.out, got.out)
+
+
+@pytest.mark.parametrize(("estimator", "noise"), KINDS)
+def test_mla(estimator: str, noise: str) -> None:
+    check(make_call(heads=6, lengths=(70, 33), hidden=2, dtype=torch.float16), 3, estimator, noise)
+
+
+@pytest.mark.parametrize(("estimator", "noise"), KINDS)
+def test_gqa(estimator: str, noise: str) -> None:
+    call = make_call("gqa", heads=3, groups=2, lengths=(50,), dims=(24,), values=20, dtype=torch.float16)
+    check(call, 2, estimator, noise)
+
+
+def test_float32_rows_and_one_head() -> None:
+    check(make_call(heads=1, lengths=(40,), dims=(20, 8)), 4)
+
+
+def test_queries_in_the_rows_dtype() -> None:
+    call = make_call(heads=2, lengths=(40,), dtype=torch.float16, query_dtype=torch.float16)
+    workspace = Workspace(SMALL)
+    # scores are exact products, weights are rounded to the rows' dtype
+    compare(call.kernels(3, workspace), call.twin(3), 2e-3)
+
+
+def test_more_heads_than_a_word_has_bits() -> None:
+    call = make_call(heads=35, lengths=(30,), dims=(16, 16), suffix=1, dtype=torch.float16)
+    check(call, 1, "pooled", route_heads=16, shares=1)
+
+
+@pytest.mark.parametrize("k", [1, 6, 9, 500])
+def test_budgets_around_the_number_of_teams(k: int) -> None:
+    """One sequence has 9 teams of rows, the other 5: K below, between, at and above."""
+    call = make_call("gqa", heads=2, lengths=(33, 17), dims=(16,), dtype=torch.float16)
+    assert sorted(call.teams.count[:, 0].tolist()) == [5, 9]
+    check(call, k, "pooled" if k == 6 else "per_head", shares=2)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 8, 16, 33])
+def test_shares_some_of_them_empty(shares: int) -> None:
+    call = make_call("gqa", heads=2, lengths=(60,), dims=(16,), suffix=3, dtype=torch.float16)
+    check(call, 2, shares=shares, combine_shares=8)
+
+
+def test_one_team_and_no_suffix() -> None:
+    call = make_call("gqa", heads=2, lengths=(9,), dims=(16,), suffix=0, representatives=1, dtype=torch.float16)
+    assert call.teams.teams == 1
+    check(call, 1, shares=1)
+
+
+def test_large_teams_and_small() -> None:
+    call = make_call("gqa", heads=2, lengths=(130,), dims=(16,), parent_size=100, representatives=2, dtype=torch.float16)
+    assert int(call.teams.sizes.max()) > 32 > 16 > int(call.teams.sizes[call.teams.sizes > 0].min())
+    check(call, 1, shares=2)
+
+
+def test_a_suffix_longer_than_the_prompt() -> None:
+    check(make_call(heads=2, lengths=(20, 12), suffix=75, hidden=40, dims=(16, 16), dtype=torch.float16), 2)
+
+
+def test_neighbouring_blocks_hold_all_the_large_scores() -> None:
+    """The first bound lets too many blocks through, and the search narrows them down."""
+    call = make_call("gqa", heads=1, lengths=(1040,), dims=(16,), suffix=0, parent_size=2, representatives=2, dtype=torch.float16)
+    near = call.teams.routing_keys[0]
+    near[:, :, ::64] = call.query[0].to(near.dtype)[:, :, :1] * 4
+    check(call, 2, shares=1, lanes=512)
+
+
+def test_many_candidates_are_searched_not_sorted() -> None:
+    call = make_call("gqa", heads=1, lengths=(560,), dims=(16,), suffix=0, parent_size=2, representatives=2, dtype=torch.float16)
+    check(call, 130, shares=2, lanes=512, attend_rows=64)
+
+
+@pytest.mark.parametrize(("routing_dtype", "dims"), [("int8", (64, 16)), ("int4", (64, 32)), ("int4", (48, 16))])
+def test_quantised_routing_keys(routing_dtype: str, dims: tuple[int, int]) -> None:
+    check(make_call(heads=2, lengths=(60,), dims=dims, routing_dtype=routing_dtype, dtype=torch.float16), 3)
+
+
+def test_equal_scores_select_the_lower_teams_and_exactly_k() -> None:
+    """Every representative is the same key and every draw is shared with a copy: exact ties at the threshold."""
+    call = make_call("gqa", heads=1, lengths=(64,), dims=(16,), suffix=0, parent_size=4, representatives=1, dtype=torch.float16)
+    from latent_santa.kernels import select
+
+    workspace = Workspace({**SMALL, "shares": 1})
+    call.kernels(3, workspace)
+    (held,) = workspace._buffers.values()
+    # equal phi cannot tie through independent noise: ties are made where the noise is already in
+    assert select.BLOCK.value == 8 and held.phi.shape[-1] == 128
+    got = call.kernels(3, workspace)
+    bits = held.flags[0, 0, : int(call.teams.count[0, 0])]
+    assert int((bits != 0).sum()) == 3 and int(got.union[0, 0]) == int(call.teams.sizes[0, 0][bits != 0].sum())
+
+
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+@pytest.mark.parametrize("layout", ["mla", "gqa"])
+def test_the_float64_reference(layout: str, estimator: str) -> None:
+    case = make_case(layout, heads=2, groups=1, lengths=(21, 13), suffix=3, hidden=((1, 0),), dtype=torch.float32)
+    workspace = Workspace({**SMALL, "shares": 2})
+    got = sampled_attention(
+        case.query, case.rows, case.teams, case.suffix, case.draw, scale=case.scale, teams_per_head=3,
+        estimator=estimator, workspace=workspace,
+    )  # fmt: skip
+    for b in range(2):
+        want = case.reference(b, 0, 3, estimator)
+        np.testing.assert_allclose(got.out[b, 0].numpy(), want.outputs, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got.lse[b, 0].numpy(), want.lse, rtol=1e-5, atol=1e-5)
+        counts = want.counts
+        assert [int(x[b, 0]) for x in (got.routing, got.union, got.suffix)] == [counts.routing, counts.union, counts.suffix]
+
+
+def test_step_key_and_suffix_are_read_on_each_call() -> None:
+    call = make_call("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16)
+    workspace = Workspace(SMALL)
+    first = call.kernels(2, workspace).out.clone()
+    call.draw.step += 1
+    second = call.kernels(2, workspace)
+    compare(second, call.twin(2), ROUNDING)
+    assert not torch.allclose(first, second.out)
+    shorter = replace(call, suffix=Suffix(call.suffix.index[:2]))
+    compare(shorter.kernels(2, workspace), shorter.twin(2), ROUNDING)
+
+
+def test_refusals_say_what_and_why() -> None:
+    call = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
+    assert unsupported(call.query, call.rows, call.teams) is None
+    brain = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.bfloat16)
+    assert "interpreter" in str(unsupported(brain.query, brain.rows, brain.teams))
+    wide = make_call("gqa", heads=2, lengths=(20,), dims=(520,), dtype=torch.float16)
+    assert "520 dimensions" in str(unsupported(wide.query, wide.rows, wide.teams))
+    with pytest.raises(RuntimeError, match="520 dimensions"):
+        wide.kernels(2, Workspace(SMALL))
