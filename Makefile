@@ -24,7 +24,7 @@ test-gpu:
 lint: $(VENV)/.test
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p latent_santa
+	$(BIN)/mypy
 
 # real checkpoints: make real MLA=PATH GQA=PATH
 real: $(VENV)/.run

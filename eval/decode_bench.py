@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,8 +140,8 @@ def _steps(model: Any, ids: torch.Tensor, cache: Any, steps: int) -> tuple[float
     for number in range(steps + 2):
         if number == 2 and ids.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(ids.device)
-        token = ids[:, number % ids.shape[1]][:, None]
-        times.append(_timed(lambda token=token: model(input_ids=token, **{name: cache}, use_cache=True), ids.device)[1])
+        inputs = {"input_ids": ids[:, number % ids.shape[1]][:, None], name: cache}
+        times.append(_timed(partial(model, **inputs, use_cache=True), ids.device)[1])
     peak = torch.cuda.max_memory_allocated(ids.device) if ids.device.type == "cuda" else None
     return statistics.median(times[2:]), peak
 

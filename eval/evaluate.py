@@ -115,7 +115,7 @@ class Evaluation:
     def run(self) -> int:
         """Freeze or resume, generate what is missing, write and show the tables.
 
-        Returns 0, or 1 if a prompt failed in this or an earlier part of the run.
+        Returns `report.exit_code`.
         """
         processes = join()
         store = Store(Path(processes.share(str(self.args.out))), processes.rank, processes.world)
@@ -123,6 +123,7 @@ class Evaluation:
             raise EvalError("--device-map spreads one model over all GPUs; start it as one process, without a launcher")
         if processes.first:
             self._check_directory(store)
+            store.sweep()
             if store.frozen:
                 freeze.extend(store, self.conditions)
             else:
@@ -143,7 +144,7 @@ class Evaluation:
                 store.merge(condition.slug)
             summary, notes = report.write_reports(store, self.args.plot)
             show(summary, store.directory, notes)
-            code = 1 if any(row["failed"] for row in summary["conditions"]) else 0
+            code = report.exit_code(summary)
         processes.close()
         return code
 
@@ -174,6 +175,9 @@ class Evaluation:
         from latent_santa import SantaConfig, patch
 
         loaded = models.load(self.spec, self.tokenizer, processes.local_rank)
+        if self.spec.quant != "none" and processes.first:
+            counts = "{quantised_layers} of {linear_layers}".format_map(loaded.facts)
+            self.console.print(f"{self.spec.quant}: {counts} linear layers are quantised", highlight=False)
         config = SantaConfig(
             method="dense",
             seed=self.args.seed,

@@ -33,7 +33,9 @@ def make_prompts(
 
 def environment() -> dict[str, Any]:
     """Versions and machine. They are recorded, and a change is only warned about."""
-    versions = {}
+    import torch
+
+    versions = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
@@ -43,22 +45,22 @@ def environment() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Commit of the checkout that this code runs from; None for an installed package."""
-    where = Path(__file__).resolve().parent
-    try:
-        tracked = subprocess.run(
-            ["git", "-C", str(where), "ls-files", "--error-unmatch", Path(__file__).name],
-            capture_output=True,
-            timeout=10,
-        )
-        if tracked.returncode:
+    """Commit of the checkout that this code runs from, "-dirty" if it has changes; None for an installed package."""
+    where = str(Path(__file__).resolve().parent)
+    commands = (
+        ("ls-files", "--error-unmatch", Path(__file__).name),
+        ("describe", "--always", "--dirty", "--abbrev=40"),
+    )
+    found = ""
+    for command in commands:
+        try:
+            done = subprocess.run(["git", "-C", where, *command], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
             return None
-        found = subprocess.run(
-            ["git", "-C", str(where), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
+        if done.returncode:
+            return None
+        found = done.stdout.strip()
+    return found or None
 
 
 def new_run(

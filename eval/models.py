@@ -157,6 +157,9 @@ def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
     where, keywords = spec.source()
     device = spec.resolved_device(local_rank)
     dtype = getattr(torch, spec.resolved_dtype())
+    if device.startswith("cuda:"):
+        # Kernels are launched on the current device, whatever their tensors' device is.
+        torch.cuda.set_device(device)
     if spec.quant == "int8":
         from transformers import BitsAndBytesConfig
 

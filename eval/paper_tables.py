@@ -144,28 +144,21 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
         " ".join(map(str, ran)),
         lambda: set(table.budgets) <= set(ran),
     )
+    dense = Condition("dense") in conditions
     add(
-        "dense baseline",
-        "same adapter",
-        any(c.method == "dense" for c in conditions),
-        lambda: Condition("dense") in conditions,
-    )
-    add(
-        "first token",
-        "replayed through sparse attention",
-        get("first_token"),
-        lambda: settings["first_token"] == "replay",
+        "dense baseline", "SDPA, same adapter" if latent else "SDPA", "same adapter" if dense else "none", lambda: dense
     )
     add("noise", "independent for each head", get("noise"), lambda: settings["noise"] == "independent")
     if latent:
+        replay = "replayed through sparse attention"
+        add("first token", replay, get("first_token"), lambda: settings["first_token"] == "replay")
         add("weights", "LLM.int8 except kv_b_proj and lm_head", get("quant"), lambda: settings["quant"] == "int8")
         add("precision of the cache", "bfloat16", get("dtype"), lambda: settings["dtype"] == "bfloat16")
         seeds = (get("seed"), get("kmeans_seed"), get("data_seed"))
         add("seeds: sampling, k-means, data", "0, 0, 42", ", ".join(map(str, seeds)), lambda: seeds == (0, 0, 42))
     else:
-        found.append(
-            Check("weights", "not stated for Qwen", f"{get('dtype', '-')}, quant {get('quant', '-')}", UNKNOWN)
-        )
+        found.append(Check("first token", "not stated", str(get("first_token", "-")), UNKNOWN))
+        found.append(Check("weights", "not stated", f"{get('dtype', '-')}, quant {get('quant', '-')}", UNKNOWN))
     found.append(Check("answer prefix", "not stated", str(get("answer_prefix", "-")), UNKNOWN))
     found.append(
         Check(

@@ -56,6 +56,7 @@ def access_accuracy(summary: dict[str, Any]) -> bytes | None:
     axes.set_title(
         f"{summary['model']}, {summary['length']} tokens, {summary['n']} prompts a task\n{summary['data']}", fontsize=9
     )
+    axes.margins(x=0.1)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     content = io.BytesIO()

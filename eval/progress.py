@@ -61,8 +61,10 @@ class Progress:
             self._line()
 
     def end_stage(self) -> None:
-        """Close the stage; without a terminal its last state is printed."""
-        if not self.bar and not self.quiet:
+        """Close the stage: its last state stays as a line, its bar goes."""
+        if self.bar:
+            self.bar.remove_task(self._stage)  # type: ignore[arg-type]
+        if not self.quiet:
             self._line()
 
     def _line(self) -> None:

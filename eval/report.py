@@ -17,6 +17,8 @@ from latent_santa.eval.sources.tasks import mean_label
 from latent_santa.eval.statistics import Interval
 from latent_santa.eval.store import Prompt, Store, write_atomic
 
+INVALID = "INVALID"
+
 Results = dict[str, dict[str, Any]]
 
 
@@ -162,7 +164,7 @@ class _Report:
                     i in self.dense and self.dense[i].get("output") == r["output"] for i, r in good.items()
                 )
                 found.append(
-                    f"INVALID, {name}: not one sparse call"
+                    f"{INVALID}, {name}: not one sparse call"
                     + (", and the outputs are those of dense attention" if same else "")
                 )
             for column, cell in row["cells"].items():
@@ -195,6 +197,12 @@ def data_statement(manifest: dict[str, Any]) -> str:
 def summarise(store: Store) -> dict[str, Any]:
     """The summary of a run's directory, from its files alone. The same files give the same summary."""
     return _Report(store).summary()
+
+
+def exit_code(summary: dict[str, Any]) -> int:
+    """0 for a complete and valid run; 1 if a prompt failed or is missing, or if a sparse setting was never sparse."""
+    complete = all(row["done"] == row["prompts"] for row in summary["conditions"])
+    return int(not complete or any(warning.startswith(INVALID) for warning in summary["warnings"]))
 
 
 CSV_FIELDS = (

@@ -15,13 +15,14 @@ from latent_santa.eval.errors import EvalError
 from latent_santa.eval.rows import Row, row_from_dict, row_to_dict
 
 FORMAT = 1
+_UNFINISHED = ".unfinished"
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file by new content in one step: a reader, or a crash, sees the old file or the new one."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -73,6 +74,12 @@ class Store:
     def frozen(self) -> bool:
         """Whether prompts and manifest are in place (the manifest is written last)."""
         return self.manifest_path.is_file()
+
+    def sweep(self) -> None:
+        """Remove files that a killed run was about to put in place."""
+        for directory in (self.directory, self.results_directory):
+            for path in directory.glob(f".*{_UNFINISHED}"):
+                path.unlink(missing_ok=True)
 
     def freeze(self, manifest: dict[str, Any], prompts: Iterable[Prompt]) -> None:
         """Write the prompts, then the manifest with their hash and the run's key. Nothing is generated before this."""

@@ -47,7 +47,7 @@ def attend_kernel(
     part_out, part_max, part_sum, part_rows, scale, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h, k0_b, k0_g, k0_n, k1_b,
     k1_g, k1_n, v_b, v_g, v_n, visible_b, N, E, MP, G, H, CAPACITY, D0: tl.constexpr, D1: tl.constexpr,
     BD0: tl.constexpr, BD1: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
-    LANES: tl.constexpr, WORDS: tl.constexpr, LATENT: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr, LATENT: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr,
     POOLED: tl.constexpr, ALL: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +107,8 @@ def attend_kernel(
             else:
                 # log corrections exist where the head selected the team; elsewhere its rows count for nothing
                 picked = head_bits(flags, known, sampled, h0, MP, HB)
-                log_c = tl.load(corrections + (line0 + head)[:, None] * MP + known[None, :], mask=picked, other=float("inf"))
+                at = (line0 + head)[:, None] * MP + known[None, :]
+                log_c = tl.load(corrections + at, mask=picked, other=float("inf"))
                 bias = tl.where(sampled[None, :], log_c, 0.0)
         bias = tl.where(ok[None, :], bias, float("inf"))
         score = dot(qa0, tl.trans(k), tl.zeros((HB, BN), tl.float32))

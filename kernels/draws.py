@@ -7,7 +7,6 @@ import os
 import triton
 import triton.language as tl
 
-
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 

@@ -1,4 +1,4 @@
-"""One decoding call through the four kernels: the twin of :func:`latent_santa.attention.sampled_attention`."""
+"""One decoding call through the kernels: the twin of :func:`latent_santa.attention.sampled_attention`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from latent_santa.teams import Teams
 
 from .attend import attend_kernel
 from .combine import combine_kernel
-from .pool import pool_kernel
 from .plan import (
     BLOCK,
     Buffers,
@@ -30,6 +29,7 @@ from .plan import (
     processors,
     words,
 )
+from .pool import pool_kernel
 from .route import route_kernel
 from .select import select_kernel
 from .support import unsupported
@@ -50,7 +50,7 @@ def sampled_attention(
     noise: str = "independent",
     workspace: Workspace | None = None,
 ) -> Output:
-    """SANTA++ for one decoding call (Algorithm 1), or its pooled form, in four launches and no synchronisation.
+    """SANTA++ for one decoding call (Algorithm 1), or its pooled form. Four launches, pooled five; no synchronisation.
 
     A float32 query over 16-bit rows is fed to the tensor cores as two 16-bit parts, and so are the softmax weights,
     so that scores and output keep about float32's precision. A query in the rows' own dtype takes one part each.
@@ -95,7 +95,7 @@ def default_workspace(device: torch.device) -> Workspace:
 
 
 class Call:
-    """The arguments of the four launches of one call, each a method."""
+    """The arguments of one call's launches, each a method."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Call:
         device = values.device
         self.latent = len(rows.keys) == 2
         dtype = values.dtype
-        quantised = isinstance(teams.routing_keys[0], QuantisedKeys)
+        routed = teams.routing_keys[0]
         self.shapes = Shapes(
             batch=batch,
             groups=groups,
@@ -133,7 +133,7 @@ class Call:
             latent=self.latent,
             dtype=dtype,
             split=query[0].dtype == torch.float32 and dtype != torch.float32,
-            bits=teams.routing_keys[0].bits if quantised else 16,  # type: ignore[union-attr]
+            bits=routed.bits if isinstance(routed, QuantisedKeys) else 16,
             teams_per_head=teams_per_head,
             most_rows=teams.most_rows(heads * teams_per_head),
             processors=processors(device),
@@ -161,15 +161,18 @@ class Call:
         s, p, held, teams = self.shapes, self.plan, self.held, self.teams
         first, second = teams.routing_keys[0], teams.routing_keys[-1]
         if isinstance(first, QuantisedKeys) and isinstance(second, QuantisedKeys):
-            keys, scales, groups = (first.codes, second.codes), (first.scales, second.scales), (first.group, second.group)
+            keys, scales = (first.codes, second.codes), (first.scales, second.scales)
+            groups = (first.group, second.group)
         else:
-            keys, scales, groups = (first, second), (first, second), (1, 1)  # type: ignore[assignment]
+            keys = scales = (first, second)  # type: ignore[assignment]
+            groups = (1, 1)
         options = self._launch(p.route_warps, p.route_stages)
         # the first launch waits for everything before it, so that scratch of the previous call is free
         options.pop("launch_pdl", None)
         # a piece of a key in 4 bits is a piece of half of its dimensions
         share = 2 if s.bits == 4 else 1
-        pieces = [min(max(p.route_dims, g), power(d // share, 16)) for d, g in zip((s.dims[0], s.dims[-1]), groups)]
+        dims = (s.dims[0], s.dims[-1])
+        pieces = [min(max(p.route_dims, g), power(d // share, 16)) for d, g in zip(dims, groups, strict=True)]
         grid = (-(-s.teams // p.route_teams), -(-s.heads // p.route_heads), s.batch * s.groups)
         route_kernel[grid](
             self.query[0], self.query[-1], *keys, *scales, teams.sizes, teams.count, self.draw.key, self.draw.step,
@@ -218,12 +221,12 @@ class Call:
         attend_kernel[(p.shares, -(-s.heads // p.attend_heads), s.batch * s.groups)](
             self.query[0], self.query[-1], first, second, rows.values, self.teams.team_of_row, held.flags,
             held.pooled if self.pooled else held.corrections, self.suffix.index, mask, held.list_rows, held.list_teams,
-            held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows, self.scale, *self._query_strides(), *first.stride()[:3], *second.stride()[:3],
-            *rows.values.stride()[:3], mask.stride(0), s.prompt, s.suffix, padded_teams(s.teams), s.groups, s.heads,
-            power(list_capacity(s, p)), D0=s.dims[0], D1=s.dims[-1], BD0=power(s.dims[0], 16),
-            BD1=power(s.dims[-1], 16), V=s.values, BV=power(s.values, 16), HB=p.attend_heads, BN=p.attend_rows,
-            LANES=p.lanes, WORDS=words(s.heads), LATENT=self.latent, TWO=self.latent, SPLIT=s.split,
-            SHARED=self.shared, POOLED=self.pooled, ALL=self.everything, MASKED=visible is not None, DTYPE=ELEMENT[s.dtype],
+            held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows, self.scale, *self._query_strides(),
+            *first.stride()[:3], *second.stride()[:3], *rows.values.stride()[:3], mask.stride(0), s.prompt, s.suffix,
+            padded_teams(s.teams), s.groups, s.heads, power(list_capacity(s, p)), D0=s.dims[0], D1=s.dims[-1],
+            BD0=power(s.dims[0], 16), BD1=power(s.dims[-1], 16), V=s.values, BV=power(s.values, 16), HB=p.attend_heads,
+            BN=p.attend_rows, LANES=p.lanes, WORDS=words(s.heads), LATENT=self.latent, TWO=self.latent, SPLIT=s.split,
+            POOLED=self.pooled, ALL=self.everything, MASKED=visible is not None, DTYPE=ELEMENT[s.dtype],
             STAGES=p.attend_stages, PDL=self.early and not self.everything, **options,
         )  # fmt: skip
 

@@ -42,7 +42,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Block sizes of the four launches. Any field may be overridden through :class:`Workspace`.
+    """Block sizes of the launches. Any field may be overridden through :class:`Workspace`.
 
     Attributes:
         route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time.
@@ -155,7 +155,8 @@ class Workspace:
         padded = padded_teams(s.teams)
         capacity = list_capacity(s, p)
         blocks = -(-s.heads // p.attend_heads)
-        key = (s.batch, s.groups, s.heads, padded, s.values, p.shares, blocks, power(capacity), candidate_blocks(s.teams_per_head), device)
+        listed = candidate_blocks(s.teams_per_head)
+        key = (s.batch, s.groups, s.heads, padded, s.values, p.shares, blocks, power(capacity), listed, device)
         found = self._buffers.get(key)
         if found is None:
             q = s.batch * s.groups
@@ -168,7 +169,7 @@ class Workspace:
                 tops=empty(q, s.heads, padded // BLOCK),
                 flags=empty(q, words(s.heads), padded, dtype=torch.int32),
                 corrections=empty(q, s.heads, padded),
-                blocks=empty(q, s.heads, candidate_blocks(s.teams_per_head), dtype=torch.int32),
+                blocks=empty(q, s.heads, listed, dtype=torch.int32),
                 pooled=empty(q, padded),
                 thresholds=empty(2, q, s.heads),
                 list_rows=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),

@@ -60,7 +60,8 @@ def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams) -> str | No
         if part.dtype not in (torch.float32, values.dtype):
             return f"a query part is {part.dtype}: the kernels take float32 or the rows' {values.dtype}"
     if len(rows.keys) > 2 or len(rows.keys) != len(query):
-        return f"{len(rows.keys)} key parts and {len(query)} query parts: the kernels take one (GQA) or two (MLA) of each"
+        parts = f"{len(rows.keys)} key parts and {len(query)} query parts"
+        return f"{parts}: the kernels take one (GQA) or two (MLA) of each"
     for name, part in (*((f"key part {i}", k) for i, k in enumerate(rows.keys)), ("values", values)):
         if part.stride(-1) != 1:
             return f"{name} has stride {part.stride(-1)} in its last dimension: the kernels need 1"

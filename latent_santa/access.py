@@ -99,7 +99,7 @@ class AccessLedger:
     def _grouped(self, name: str, place: int) -> list[dict[str, Any]]:
         groups: dict[int, list[tuple[Unit, Tensor]]] = {}
         for item in self._entries():
-            groups.setdefault(item[place], []).append((item[2], item[3]))
+            groups.setdefault((item[0], item[1])[place], []).append((item[2], item[3]))
         return [{name: number, **_with_percent(_sum(groups[number]))} for number in sorted(groups)]
 
     def per_sequence(self) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,15 +64,22 @@ class Teams:
         size = self.count.shape[0] // parts
 
         def part(number: int) -> Teams:
-            span = slice(number * size, (number + 1) * size)
-            return Teams(
-                *(t[span] for t in (self.members, self.starts, self.sizes, self.count, self.team_of_row)),
-                tuple(keys[span] for keys in self.routing_keys),
-                self.representative[span],
-                self.row_bound,
-            )
+            return self._mapped(lambda tensor: tensor[number * size : (number + 1) * size])
 
         return [part(number) for number in range(parts)]
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Teams:
+        """The records with ``change`` applied to every tensor's batch."""
+        return Teams(
+            members=change(self.members),
+            starts=change(self.starts),
+            sizes=change(self.sizes),
+            count=change(self.count),
+            team_of_row=change(self.team_of_row),
+            routing_keys=tuple(change(part) for part in self.routing_keys),
+            representative=change(self.representative),
+            row_bound=self.row_bound,
+        )
 
     def select_batch(self, index: Tensor) -> Teams:
         """Records of the sequences ``index (B',)``, for beam reordering, repetition and selection."""
@@ -79,12 +87,7 @@ class Teams:
         def pick(t: Tensor) -> Tensor:
             return t.index_select(0, index.to(t.device))
 
-        return Teams(
-            *(pick(t) for t in (self.members, self.starts, self.sizes, self.count, self.team_of_row)),
-            tuple(pick(part) for part in self.routing_keys),
-            pick(self.representative),
-            self.row_bound,
-        )
+        return self._mapped(pick)
 
 
 def _squared_distances(points: Tensor, centers: Tensor, index: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ class PatchedLayer:
         # the copy's generate and hooks would run the original
         raise RuntimeError("a patched model cannot be copied: unpatch it first, then copy it and patch the copy")
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         call = self.controller.call
         if call.sparse:
             return self._sparse(call, query, key, value, kwargs["scaling"]), None
@@ -42,7 +44,9 @@ class PatchedLayer:
             self._count_dense(call, key)
         return self._dense(query, key, value, mask, **kwargs)
 
-    def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def _dense(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """The model's own attention, as if it were not patched."""
         module = self.adapter.module
         key, value = self.adapter.expand(key, value)
@@ -61,17 +65,17 @@ class PatchedLayer:
             self._compare(call, rows, parts, scale, output)
         return self.adapter.output(output.out, query.dtype)
 
-    def _estimate(
-        self, call: Call, cache: TeamLayer, rows: Rows, parts: tuple[Tensor, ...], scale: float
-    ) -> Output:
+    def _estimate(self, call: Call, cache: TeamLayer, rows: Rows, parts: tuple[Tensor, ...], scale: float) -> Output:
         config, device = self.controller.config, rows.values.device
         visible, step = call.on("visible", device), call.on("step", device)
         assert step is not None and cache.noise_key is not None
         suffix = cache.suffix(visible)
         draw = Draw(cache.noise_key.to(device), step, self.layer)
-        options = {"scale": scale, "estimator": config.estimator, "noise": config.noise}
+        options: dict[str, Any] = {"scale": scale, "estimator": config.estimator, "noise": config.noise}
         if config.method == "santa":
-            prompt = torch.ones(parts[0].shape[0], rows.length, dtype=torch.bool, device=device) if visible is None else visible
+            prompt = visible
+            if prompt is None:
+                prompt = torch.ones(parts[0].shape[0], rows.length, dtype=torch.bool, device=device)
             prompt = prompt.index_fill(1, suffix.index, False)
             return santa_attention(parts, rows, prompt, suffix, draw, samples=config.teams_per_head, **options)
         teams = cache.grouped.teams
@@ -95,7 +99,10 @@ class PatchedLayer:
                 if teams is None or cache.keys.device != draw.key.device or cache.keys.shape[1] != groups:
                     break
                 most = max(most, teams.teams)
-                if stop > self.layer and (stop + 1 - self.layer) * len(draw.key) * groups * heads * most > NOISE_NUMBERS:
+                if (
+                    stop > self.layer
+                    and (stop + 1 - self.layer) * len(draw.key) * groups * heads * most > NOISE_NUMBERS
+                ):
                     break
                 stop += 1
             layers = torch.arange(self.layer, stop, device=draw.key.device)
@@ -122,7 +129,9 @@ class PatchedLayer:
         """Relative error of the estimate against dense attention on the same query and cache, a head at a time."""
         exact, _ = dense_attention(parts, rows, call.on("visible", rows.values.device), scale)
         exact = self.adapter.output(exact, torch.float32)
-        error = (self.adapter.output(output.out, torch.float32) - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-20)
+        error = (self.adapter.output(output.out, torch.float32) - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(
+            1e-20
+        )
         self.controller.shadow_log.setdefault(self.layer, []).append(error.flatten(1).mean(-1))
 
 

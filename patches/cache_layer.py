@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,8 +48,9 @@ class BeforeReplay:
 class TeamLayer(DynamicLayer):
     """A dynamic cache layer whose rows stay in place and which carries the team records of its rows.
 
-    ``keys`` and ``values`` are views ``(B, heads, N, D)`` of buffers with some free rows behind them, so that a decoding
-    step writes one row instead of copying all of them. In MLA ``keys`` holds content latents and ``values`` rotary keys.
+    ``keys`` and ``values`` are views ``(B, heads, N, D)`` of buffers with some free rows behind them, so that a
+    decoding step writes one row instead of copying all of them. In MLA ``keys`` holds content latents and ``values``
+    rotary keys.
 
     Attributes:
         grouped: team records and spans.
@@ -57,6 +58,10 @@ class TeamLayer(DynamicLayer):
         prefilling: whether the last call on it was a prefill, which a further call of several tokens continues.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
     """
+
+    keys: Any
+    values: Any
+    is_initialized: bool
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -99,7 +104,11 @@ class TeamLayer(DynamicLayer):
         """
         held = self._buffers
         length = self.get_seq_length()
-        if held is not None and held[0].shape[-2] >= stop and (not length or self.keys.data_ptr() == held[0].data_ptr()):
+        if (
+            held is not None
+            and held[0].shape[-2] >= stop
+            and (not length or self.keys.data_ptr() == held[0].data_ptr())
+        ):
             return held
         room = stop + max(SLACK, stop // 16)
         fresh = []
@@ -189,9 +198,9 @@ class TeamLayer(DynamicLayer):
         if self.before_replay is not None:
             self.before_replay.keys = self.before_replay.keys.index_select(0, index)
             self.before_replay.values = self.before_replay.values.index_select(0, index)
-            if self.before_replay.grouped.teams is not None:
-                old = self.before_replay.grouped
-                self.before_replay.grouped = Grouped(old.teams.select_batch(index), old.stop, old.exact, old.grouping)
+            teams = self.before_replay.grouped.teams
+            if teams is not None:
+                self.before_replay.grouped = replace(self.before_replay.grouped, teams=teams.select_batch(index))
 
     def offload(self) -> None:
         raise NotImplementedError("latent_santa keeps a cache on its device: offloaded caches are not supported")
@@ -217,8 +226,8 @@ def adopt_cache(cache: Any) -> None:
     for place, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer and not isinstance(layer, TeamLayer):
             raise NotImplementedError(
-                f"got a {type(cache).__name__} whose layer {place} is a {type(layer).__name__}; {supported}, so pass no "
-                "cache_implementation and no cache of another kind"
+                f"got a {type(cache).__name__} whose layer {place} is a {type(layer).__name__}; {supported}, so pass "
+                "no cache_implementation and no cache of another kind"
             )
     cache.layers[:] = [layer if isinstance(layer, TeamLayer) else TeamLayer.adopt(layer) for layer in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:

@@ -95,8 +95,8 @@ class Controller:
             return (), kwargs
         if base.training and torch.is_grad_enabled():
             raise NotImplementedError(
-                "the model is in training mode with gradients enabled; latent_santa supports inference: call model.eval() "
-                "and use torch.no_grad(), or unpatch first"
+                "the model is in training mode with gradients enabled; latent_santa supports inference: call "
+                "model.eval() and use torch.no_grad(), or unpatch first"
             )
         if kwargs.get("output_attentions") or base.config.output_attentions:
             raise NotImplementedError(
@@ -181,8 +181,8 @@ class Controller:
             )
         if tuple(mask.shape) != (batch, length):
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}, but {batch} sequences with {length} cached and new tokens "
-                f"need ({batch}, {length})"
+                f"attention_mask has shape {tuple(mask.shape)}, but {batch} sequences with {length} cached and new "
+                f"tokens need ({batch}, {length})"
             )
         return mask.bool()
 

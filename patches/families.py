@@ -51,8 +51,8 @@ def find_adapters(model: nn.Module) -> list[Adapter]:
     if found != list(range(max(layers, len(found)))):
         missing = sorted(set(range(layers)) - set(found))
         raise NotImplementedError(
-            f"{type(model).__name__} has attention that latent_santa can patch in layers {found}, but not in {missing}: "
-            f"a half-patched model is refused; {SUPPORTED}"
+            f"{type(model).__name__} has attention that latent_santa can patch in layers {found}, but not in "
+            f"{missing}: a half-patched model is refused; {SUPPORTED}"
         )
     return adapters
 
@@ -72,7 +72,9 @@ def _adapter(name: str, module: Any) -> Adapter:
     reason = None
     if "ALL_ATTENTION_FUNCTIONS" not in scope:
         reason = "does not go through transformers' attention interface"
-    elif getattr(module, "indexer", None) is not None or any(hasattr(module, part) for part in ("index_topk", "skip_topk")):
+    elif getattr(module, "indexer", None) is not None or any(
+        hasattr(module, part) for part in ("index_topk", "skip_topk")
+    ):
         reason = "selects rows with an indexer of its own"
     elif window is not None:
         reason = f"attends through a sliding window of {window} rows"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from latent_santa.access import GQA_SANTA_UNIT, GQA_UNIT, Unit
 from latent_santa.rows import Rows
@@ -16,8 +16,8 @@ class GqaAdapter:
 
     layout = "gqa"
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
+    def __init__(self, module: Any) -> None:
+        self.module = module
         self.group = module.num_key_value_groups
 
     def unit(self, method: str) -> Unit:

@@ -18,7 +18,9 @@ from .families import Adapter
 STACKED_NUMBERS = 1 << 28
 
 
-def group_waiting(layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, config: SantaConfig) -> None:
+def group_waiting(
+    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, config: SantaConfig
+) -> None:
     """Group the rows that wait in each layer, and drop teams that other settings made.
 
     Layers of one device are clustered together, so that the k-means engine sees large batches.

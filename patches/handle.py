@@ -252,7 +252,9 @@ class SantaHandle:
             calls = self._controller.calls
             before = dict(calls)
             result = generate(*args, **kwargs)
-            made = {kind: number - before.get(kind, 0) for kind, number in calls.items() if number > before.get(kind, 0)}
+            made = {
+                kind: number - before.get(kind, 0) for kind, number in calls.items() if number > before.get(kind, 0)
+            }
             if self.config.method != "dense" and not made.get("decode", 0) and not made.get("replay", 0):
                 warnings.warn(f"no call of this generation was sparse: {_why_dense(made)}", stacklevel=2)
             return result

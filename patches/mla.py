@@ -21,8 +21,8 @@ class MlaAdapter:
 
     layout = "mla"
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
+    def __init__(self, module: Any) -> None:
+        self.module = module
         self.nope, self.rope = module.qk_nope_head_dim, module.qk_rope_head_dim
         self.value_dim, self.rank = module.v_head_dim, module.kv_lora_rank
         self._projected: Tensor | None = None
@@ -41,9 +41,10 @@ class MlaAdapter:
         asked what it does to the unit vectors, so that packed weights are never read as numbers.
         """
         projection = self.module.kv_b_proj
-        weight = getattr(projection, "weight", None)
-        if type(projection) is nn.Linear and weight.is_floating_point() and weight.element_size() >= 2 and not weight.is_meta:
-            return weight.view(-1, self.nope + self.value_dim, self.rank)
+        if type(projection) is nn.Linear:
+            weight = projection.weight
+            if weight.is_floating_point() and weight.element_size() >= 2 and not weight.is_meta:
+                return weight.view(-1, self.nope + self.value_dim, self.rank)
         if self._projected is None:
             layer_norm = self.module.kv_a_layernorm.weight
             device = layer_norm.device if not layer_norm.is_meta else torch.device("cpu")
@@ -97,7 +98,9 @@ class MlaAdapter:
             content, turned = self.query(states)
             found = content[:, 0] @ latents.to(keys.device)[:, 0].float().transpose(1, 2)
             found = found + turned[:, 0] @ rotary.to(keys.device)[:, 0].float().transpose(1, 2)
-            value = self.output(latents.to(keys.device).float()[:, :, :1].expand(-1, -1, keys.shape[1], -1), torch.float32)
+            value = self.output(
+                latents.to(keys.device).float()[:, :, :1].expand(-1, -1, keys.shape[1], -1), torch.float32
+            )
         precise = weight.dtype == torch.float32 and type(self.module.kv_b_proj) is nn.Linear
         tolerance = 1e-4 if precise else 0.05
         for name, ours, theirs in (("scores", found, wanted), ("values", value[0, 0], values[0, :, 0])):

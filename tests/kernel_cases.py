@@ -43,6 +43,18 @@ class Call:
             estimator=estimator, noise=noise, workspace=workspace,
         )  # fmt: skip
 
+    def poisoned(
+        self, k: int, over: dict[str, Any], estimator: str = "per_head", noise: str = "independent"
+    ) -> Workspace:
+        """A workspace whose buffers for this call are allocated and full of NaN."""
+        from latent_santa.kernels.operator import Call as Launches
+
+        workspace = Workspace(over)
+        rest = (self.query, self.rows, self.teams, self.suffix, self.draw)
+        Launches(*rest, self.scale, k, estimator, noise, workspace)
+        workspace.poison()
+        return workspace
+
     def twin(self, k: int, estimator: str = "per_head", noise: str = "independent") -> Output:
         """PyTorch's operator on float32 copies: the same numbers, without 16-bit rounding on the way."""
         query = tuple(part.float() for part in self.query)

@@ -112,6 +112,16 @@ def test_the_other_tasks_mean_what_they_ask(length):
             assert all(builtin.occurrences(context(row), reference) == 1 for reference in row.references)
 
 
+def test_long_word_lists_are_made_of_pairs():
+    row = rows("cwe", 1, 8192)[0]
+    entries = re.findall(r"\d+\. (\S+)", context(row).rpartition("Now the task.")[2])
+    assert all("-" in word for word in entries)
+    counts = {word: entries.count(word) for word in set(entries)}
+    assert {word for word, times in counts.items() if times == 30} == set(row.references)
+    assert sorted(set(counts.values())) == [3, 30]
+    assert count(row.input, row.answer_prefix) + row.max_new_tokens >= 0.95 * 8192
+
+
 @pytest.mark.parametrize("task", BUILTIN)
 def test_sample_i_does_not_depend_on_n_and_samples_differ(task):
     few, many = rows(task, 2, 512), rows(task, 5, 512)

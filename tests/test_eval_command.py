@@ -138,6 +138,7 @@ def test_a_killed_run_resumes_to_the_same_summary(tmp_path, model, finished):
     for name in ("summary.json", "table.md", "summary.csv"):
         assert (out / name).read_bytes() == (finished / name).read_bytes()
     assert results(out) == results(finished)
+    assert {path.name for path in out.rglob("*")} == {path.name for path in finished.rglob("*")}
 
 
 def test_changed_settings_are_refused_by_name(tmp_path, model, finished, capsys):

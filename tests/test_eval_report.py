@@ -91,15 +91,18 @@ def test_missing_and_failed_prompts_leave_no_mean(tmp_path):
     assert missing["cells"]["mean"]["score"] is None and missing["cells"]["fwe"]["score"]["value"] == 100
     assert any("1 prompts failed (fwe/000001" in text for text in summary["warnings"])
     assert any("2 of 12 prompts have no result" in text for text in summary["warnings"])
-    assert "| - |" in tables.markdown(summary)
+    assert "| - |" in tables.markdown(summary) and report.exit_code(summary) == 1
 
 
 def test_sparse_above_dense_and_never_sparse_are_flagged(tmp_path):
     scores = {DENSE: same([0, 0, 1, 1]), PAPER[0]: same([1, 1, 1, 1]), PAPER[1]: same([0, 0, 1, 1])}
     store = make_run(tmp_path, scores)
+    assert report.exit_code(report.summarise(store)) == 0
     path = store.results_directory / f"{PAPER[1].slug}.jsonl"
     path.write_text(path.read_text().replace('"sparse_calls": 3', '"sparse_calls": 0'))
-    warnings = report.summarise(Store(tmp_path))["warnings"]
+    summary = report.summarise(Store(tmp_path))
+    warnings = summary["warnings"]
+    assert report.exit_code(summary) == 1
     assert any(
         text.startswith("SANTA++ k-means 16/4 per head S=128 is above dense on mean of 3 tasks by 50")
         for text in warnings
@@ -154,6 +157,8 @@ def test_conditions_of_a_table_hold_miss_or_are_unknown(tmp_path):
     unknown = {what for what, verdict in verdicts.items() if verdict == paper_tables.UNKNOWN}
     assert unknown == {"answer prefix", "which prompts were selected", "RULER commit", "tokenizer that sized the data"}
     assert all(verdicts[what] == paper_tables.HOLDS for what in set(verdicts) - unknown)
+    qwen = {check.what: check.verdict for check in paper_tables.checks(paper_tables.TABLES[0], store.manifest())}
+    assert qwen["model"] == paper_tables.MISSED and qwen["first token"] == paper_tables.UNKNOWN
     assert {check.verdict for check in paper_tables.checks(table, None)} == {paper_tables.UNKNOWN}
     builtin = {
         check.what: check.verdict

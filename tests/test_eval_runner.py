@@ -176,6 +176,19 @@ def test_progress_prints_lines_without_a_terminal():
     assert quiet.getvalue() == ""
 
 
+def test_progress_draws_one_bar_on_a_terminal():
+    text = io.StringIO()
+    with Progress(Console(file=text, force_terminal=True, width=120)) as progress:
+        progress.stage("dense", 2)
+        progress.step("vt score 75.0, rows 40.0 %")
+        progress.step()
+        progress.bar.refresh()
+        assert "2/2" in text.getvalue() and "vt score 75.0, rows 40.0 %" in text.getvalue()
+        progress.end_stage()
+        assert progress.bar.tasks == []
+    assert "dense: 2/2, vt score 75.0, rows 40.0 %" in text.getvalue()
+
+
 def test_model_options_are_checked_before_loading(tmp_path):
     def refuses(match, **options):
         with pytest.raises(EvalError, match=match):

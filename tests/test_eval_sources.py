@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,6 +109,21 @@ def test_the_hub_is_read_at_a_resolved_revision(monkeypatch):
     assert [row.task for row in loaded.rows] == ["niah_single_1"] * 3 + ["qa_1"] * 3
     with pytest.raises(EvalError, match="no record of vt.*niah_single_1, qa_1"):
         load("hub", tasks=("vt",))
+
+
+def test_the_hub_is_asked_for_one_length_at_one_revision(monkeypatch):
+    asked = []
+
+    def load_dataset(*words, **options):
+        asked.append((words, options))
+        return [split_shape(0, "qa_1")]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert hub.load(8192, "abc") == [split_shape(0, "qa_1")]
+    assert asked == [(("simonjegou/ruler",), {"data_dir": "8192", "split": "test", "revision": "abc"})]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(EvalError, match="pip install"):
+        hub.load(8192, "abc")
 
 
 def test_hub_lengths_and_offline_revision(monkeypatch):

@@ -234,7 +234,6 @@ def test_replay_sees_the_right_positions_under_left_padding(model):
     hook = model.model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["position_ids"].tolist()), with_kwargs=True
     )
-    # registered first, the spy would miss what the patch's own hook changes; the replay's call reaches it
     with latent_santa.patch(model, **SMALL):
         generate(model, ids, 3, attention_mask=mask)
     hook.remove()
@@ -260,17 +259,19 @@ def test_chunked_prefill_is_the_prefill_in_one(model, parents, size, first_token
         assert santa.shadow_errors().shape == errors.shape
 
 
-def test_a_chunked_second_turn_is_the_turn_in_one(model):
-    with latent_santa.patch(model, **SMALL) as santa:
-        outputs, counts, spans = [], [], []
-        for size in (None, 16):
-            first = generate(model, prompt(40), 5)
+def test_a_second_turn_in_chunks_is_the_turn_in_one(model):
+    turn, name = prompt(30, seed=1), cache_name(model)
+    with latent_santa.patch(model, **SMALL) as santa, torch.no_grad():
+        scores, counts, spans = [], [], []
+        for chunks in ((30,), (16, 14)):
+            cache = decode_by_hand(model, prompt(40), 5)[2]
             santa.reset()
-            ids = torch.cat((first.sequences, prompt(29, seed=1)), 1)
-            outputs.append(generate(model, ids, 4, cache=cache_of(first), prefill_chunk_size=size))
+            for ids in (*turn.split(chunks, 1), prompt(1), prompt(1)):
+                output = model(ids, **{name: cache}).logits[:, -1]
+            scores.append(output)
             counts.append(santa.access.as_dict())
-            spans.append([(layer.grouped.exact, layer.grouped.stop) for layer in cache_of(outputs[-1]).layers])
-    assert_same(outputs[1], outputs[0])
+            spans.append([(layer.grouped.exact, layer.grouped.stop) for layer in cache.layers])
+    assert_close(scores[1:], scores[:1])
     assert counts[1] == counts[0]
     assert spans[1] == spans[0] == [(((40, 44),), 74)] * 2
 
@@ -338,12 +339,10 @@ def test_two_interleaved_caches(model):
 
 
 def test_no_state_leaks_between_prompts(model):
-    with latent_santa.patch(model, **SMALL) as santa:
+    with latent_santa.patch(model, **SMALL):
         first = longer_then_shorter(model)
-        santa.reset()
         assert_same(first[0], first[2], 0)
-        shorter = generate(model, prompt(25, seed=25))
-        assert_same(shorter, first[1], 0)
+        assert_same(generate(model, prompt(25, seed=25)), first[1], 0)
 
 
 def test_first_token_dense_is_the_unpatched_first_token(model):
@@ -360,6 +359,7 @@ def test_first_token_dense_is_the_unpatched_first_token(model):
     assert not torch.allclose(replayed.scores[0], wanted.scores[0], atol=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:.*past_key_values.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_by_hand_without_generate(model, name):
     ids = prompt(50)

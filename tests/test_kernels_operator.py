@@ -11,8 +11,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
-from latent_santa.attention import Suffix
+from latent_santa.attention import Suffix, log_inclusion
 from latent_santa.kernels import Workspace, draws, sampled_attention, unsupported
+from latent_santa.kernels.select import select_kernel
+from latent_santa.noise import gumbel_noise, noise_keys
 
 from .cases import make_case
 from .kernel_cases import SMALL, Call, compare, make_call
@@ -26,12 +28,8 @@ KINDS = [("per_head", "independent"), ("pooled", "independent"), ("per_head", "s
 
 def check(call: Call, k: int, estimator: str = "per_head", noise: str = "independent", **over: Any) -> None:
     """Equal to the twin, from scratch memory full of NaN."""
-    workspace = Workspace({**SMALL, **over})
-    shapes = call.kernels(k, workspace, estimator, noise)
-    workspace.poison()
-    got = call.kernels(k, workspace, estimator, noise)
-    compare(got, call.twin(k, estimator, noise), ROUNDING)
-    assert torch.equal(shapes.out, got.out)
+    workspace = call.poisoned(k, {**SMALL, **over}, estimator, noise)
+    compare(call.kernels(k, workspace, estimator, noise), call.twin(k, estimator, noise), ROUNDING)
 
 
 @pytest.mark.parametrize(("estimator", "noise"), KINDS)
@@ -57,8 +55,8 @@ def test_queries_in_the_rows_dtype() -> None:
 
 
 def test_more_heads_than_a_word_has_bits() -> None:
-    call = make_call(heads=35, lengths=(30,), dims=(16, 16), suffix=1, dtype=torch.float16)
-    check(call, 1, "pooled", route_heads=16, shares=1)
+    call = make_call(heads=35, lengths=(20,), dims=(16, 16), suffix=1, dtype=torch.float16)
+    check(call, 1, "pooled", route_heads=64, attend_heads=32, shares=1)
 
 
 @pytest.mark.parametrize("k", [1, 6, 9, 500])
@@ -82,7 +80,9 @@ def test_one_team_and_no_suffix() -> None:
 
 
 def test_large_teams_and_small() -> None:
-    call = make_call("gqa", heads=2, lengths=(130,), dims=(16,), parent_size=100, representatives=2, dtype=torch.float16)
+    call = make_call(
+        "gqa", heads=2, lengths=(130,), dims=(16,), parent_size=100, representatives=2, dtype=torch.float16
+    )
     assert int(call.teams.sizes.max()) > 32 > 16 > int(call.teams.sizes[call.teams.sizes > 0].min())
     check(call, 1, shares=2)
 
@@ -91,16 +91,24 @@ def test_a_suffix_longer_than_the_prompt() -> None:
     check(make_call(heads=2, lengths=(20, 12), suffix=75, hidden=40, dims=(16, 16), dtype=torch.float16), 2)
 
 
-def test_neighbouring_blocks_hold_all_the_large_scores() -> None:
-    """The first bound lets too many blocks through, and the search narrows them down."""
-    call = make_call("gqa", heads=1, lengths=(1040,), dims=(16,), suffix=0, parent_size=2, representatives=2, dtype=torch.float16)
-    near = call.teams.routing_keys[0]
-    near[:, :, ::64] = call.query[0].to(near.dtype)[:, :, :1] * 4
-    check(call, 2, shares=1, lanes=512)
+def test_blocks_that_share_a_first_maximum_hold_all_the_large_scores() -> None:
+    """The first bound lets more blocks through than there is room for, and the search narrows them down."""
+    call = make_call(
+        "gqa", heads=1, lengths=(2304,), dims=(16,), suffix=0, parent_size=1, representatives=1, dtype=torch.float16
+    )
+    call.teams.routing_keys[0][:, :, ::256] = call.query[0].half()[:, :, :1] * 4
+    workspace = Workspace({**SMALL, "shares": 1, "lanes": 1024, "route_teams": 128})
+    compare(call.kernels(2, workspace), call.twin(2), ROUNDING)
+    (held,) = workspace._buffers.values()
+    tops = held.tops[0, 0, : 2304 // 8]
+    bound = tops.view(-1, 32).amax(0).sort(descending=True).values[2]
+    assert int((tops >= bound).sum()) > held.blocks.shape[-1]
 
 
 def test_many_candidates_are_searched_not_sorted() -> None:
-    call = make_call("gqa", heads=1, lengths=(560,), dims=(16,), suffix=0, parent_size=2, representatives=2, dtype=torch.float16)
+    call = make_call(
+        "gqa", heads=1, lengths=(560,), dims=(16,), suffix=0, parent_size=2, representatives=2, dtype=torch.float16
+    )
     check(call, 130, shares=2, lanes=512, attend_rows=64)
 
 
@@ -110,18 +118,22 @@ def test_quantised_routing_keys(routing_dtype: str, dims: tuple[int, int]) -> No
 
 
 def test_equal_scores_select_the_lower_teams_and_exactly_k() -> None:
-    """Every representative is the same key and every draw is shared with a copy: exact ties at the threshold."""
-    call = make_call("gqa", heads=1, lengths=(64,), dims=(16,), suffix=0, parent_size=4, representatives=1, dtype=torch.float16)
-    from latent_santa.kernels import select
-
-    workspace = Workspace({**SMALL, "shares": 1})
-    call.kernels(3, workspace)
-    (held,) = workspace._buffers.values()
-    # equal phi cannot tie through independent noise: ties are made where the noise is already in
-    assert select.BLOCK.value == 8 and held.phi.shape[-1] == 128
-    got = call.kernels(3, workspace)
-    bits = held.flags[0, 0, : int(call.teams.count[0, 0])]
-    assert int((bits != 0).sum()) == 3 and int(got.union[0, 0]) == int(call.teams.sizes[0, 0][bits != 0].sum())
+    """phi makes up for the noise, so that every noisy score is 5000 and more blocks tie than there is room for."""
+    teams, k = 100, 3
+    key, step = noise_keys(1, [0], "cpu"), torch.tensor([9])
+    noise = gumbel_noise(key, step, 2, 1, 1, 128, False)[0, 0]
+    phi = 5000 - noise
+    assert bool((phi + noise == 5000).all())
+    flags, corrections = torch.zeros(1, 128, dtype=torch.int32), torch.full((1, 128), torch.nan)
+    tau, kth = torch.full((1,), torch.nan), torch.full((1,), torch.nan)
+    select_kernel[(1, 1)](
+        torch.full((16,), 5000.0), phi, flags, corrections, torch.tensor([teams], dtype=torch.int32), key, step,
+        torch.full((8,), 10**6, dtype=torch.int32), tau, kth, 2, k, 128, 1, 1, 1, NT=16, COARSE=16, NB=8, WIDTH=16,
+        SORT=True, SHARED=False, PDL=False,
+    )  # fmt: skip
+    assert flags[0].nonzero()[:, 0].tolist() == [0, 1, 2] and tau.item() == kth.item() == 5000
+    want = log_inclusion(phi[0, :k] - 5000)
+    torch.testing.assert_close(corrections[0, :k], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
@@ -138,7 +150,8 @@ def test_the_float64_reference(layout: str, estimator: str) -> None:
         np.testing.assert_allclose(got.out[b, 0].numpy(), want.outputs, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(got.lse[b, 0].numpy(), want.lse, rtol=1e-5, atol=1e-5)
         counts = want.counts
-        assert [int(x[b, 0]) for x in (got.routing, got.union, got.suffix)] == [counts.routing, counts.union, counts.suffix]
+        for name in ("routing", "union", "suffix"):
+            assert int(getattr(got, name)[b, 0]) == getattr(counts, name), name
 
 
 def test_step_key_and_suffix_are_read_on_each_call() -> None:
@@ -148,6 +161,8 @@ def test_step_key_and_suffix_are_read_on_each_call() -> None:
     call.draw.step += 1
     second = call.kernels(2, workspace)
     compare(second, call.twin(2), ROUNDING)
+    workspace.poison()
+    assert torch.equal(second.out, call.kernels(2, workspace).out)
     assert not torch.allclose(first, second.out)
     shorter = replace(call, suffix=Suffix(call.suffix.index[:2]))
     compare(shorter.kernels(2, workspace), shorter.twin(2), ROUNDING)

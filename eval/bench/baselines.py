@@ -57,7 +57,8 @@ def _bmm(w: Workload) -> Launch:
     latent, key = (part.flatten(0, 1) for part in w.rows.keys)
 
     def launch() -> Tensor:
-        score = torch.baddbmm(content @ latent.transpose(1, 2), rotary, key.transpose(1, 2), beta=w.scale, alpha=w.scale)
+        score = content @ latent.transpose(1, 2)
+        score = torch.baddbmm(score, rotary, key.transpose(1, 2), beta=w.scale, alpha=w.scale)
         return score.softmax(-1) @ latent
 
     return launch

@@ -107,7 +107,7 @@ def captured(launch: Launch, warm: int = 3) -> Launch:
 
 
 def copy_bandwidth(device: torch.device, gib: int = 2) -> float:
-    """Bytes a second of a device-to-device copy, bytes read plus bytes written: the ceiling that times are set against."""
+    """Bytes a second of a device-to-device copy, read plus written: the ceiling that times are set against."""
     source = torch.randint(0, 255, (gib << 30,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = []

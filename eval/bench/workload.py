@@ -186,8 +186,8 @@ def load(path: Path, device: str) -> Workload:
         raise EvalError(f"{path} is no workload of format {FORMAT}: write it again with `latent-santa bench capture`")
     keys = tuple(held["keys"])
     rows = Rows(keys, keys[0] if held["values"] is None else held["values"])
-    teams = Teams(**{name: tuple(v) if isinstance(v, (list, tuple)) and name == "routing_keys" else v
-                     for name, v in held["teams"].items()})  # fmt: skip
+    records: dict[str, Any] = held["teams"]
+    teams = Teams(**records)
     key, step, layer = held["draw"]
     return Workload(
         held["layout"], tuple(held["query"]), rows, teams, Suffix(*held["suffix"]), Draw(key, step, layer),

@@ -20,11 +20,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rebuild and show; 1 if a prompt of the run failed or has no result yet."""
+    """Rebuild and show; the run's exit code."""
     from latent_santa.eval.evaluate import show
-    from latent_santa.eval.report import write_reports
+    from latent_santa.eval.report import exit_code, write_reports
     from latent_santa.eval.store import Store
 
     summary, notes = write_reports(Store(args.directory), args.plot)
     show(summary, args.directory, notes)
-    return int(any(row["done"] < row["prompts"] for row in summary["conditions"]))
+    return exit_code(summary)

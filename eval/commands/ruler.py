@@ -89,7 +89,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run or resume an evaluation; 0 when every prompt has a result, 1 when some failed."""
+    """Run or resume an evaluation; 0 when every prompt has a result, 1 when some failed or a run is invalid."""
     if args.offline:
         # Read by the hub's libraries when they are imported.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")

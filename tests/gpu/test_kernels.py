@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,13 +24,10 @@ GQA: dict[str, Any] = {"layout": "gqa", "dims": (128,), "scale": 0.12}
 
 
 def check(call: Call, k: int, tolerance: float, over: dict[str, Any] | None = None) -> None:
-    workspace = Workspace(over or {})
     for estimator in ("per_head", "pooled"):
         for noise in ("independent", "shared"):
-            want = call.twin(k, estimator, noise)
-            call.kernels(k, workspace, estimator, noise)
-            workspace.poison()
-            compare(call.kernels(k, workspace, estimator, noise), want, tolerance)
+            workspace = call.poisoned(k, over or {}, estimator, noise)
+            compare(call.kernels(k, workspace, estimator, noise), call.twin(k, estimator, noise), tolerance)
 
 
 @pytest.mark.parametrize("heads", [1, 14, 16])
@@ -44,8 +42,9 @@ def check(call: Call, k: int, tolerance: float, over: dict[str, Any] | None = No
 )
 def test_mla(heads: int, dtype: torch.dtype, query_dtype: torch.dtype, tolerance: float) -> None:
     call = make_call(
-        heads=heads, lengths=(2500, 1111), suffix=37, hidden=3, dtype=dtype, query_dtype=query_dtype, device="cuda", **MLA
-    )
+        heads=heads, lengths=(2500, 1111), suffix=37, hidden=3, dtype=dtype, query_dtype=query_dtype, device="cuda",
+        **MLA,
+    )  # fmt: skip
     check(call, 8, tolerance)
 
 
@@ -103,7 +102,7 @@ def test_rows_beyond_two_to_the_31st_element() -> None:
     shift = length - 1000
     teams = small.teams
     want = small.twin(8)
-    far = type(teams)(**{**vars(teams), "team_of_row": torch.nn.functional.pad(teams.team_of_row, (shift, 0), value=-1)})
+    far = replace(teams, team_of_row=torch.nn.functional.pad(teams.team_of_row, (shift, 0), value=-1))
     moved = Call(small.query, type(rows)((cache, rotary), cache), far, small.suffix, small.draw, small.scale)
     got = moved.kernels(8, Workspace())
     compare(got, want, EXACT)

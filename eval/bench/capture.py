@@ -1,0 +1,55 @@
+"""A real workload for the operator benchmark: one layer's arguments in a decoding step of a patched model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import latent_santa
+from latent_santa.attention import Output, sampled_attention
+from latent_santa.eval.bench.workload import Workload
+from latent_santa.eval.errors import EvalError
+from latent_santa.patches import attention
+
+
+@contextmanager
+def recording(layer: int, found: list[Workload], source: str) -> Iterator[None]:
+    """While active, sparse calls run in PyTorch, and those of ``layer`` leave their arguments in ``found``."""
+    original = attention.triton_attention
+
+    def record(query: tuple[Tensor, ...], rows: Any, teams: Any, suffix: Any, draw: Any, **options: Any) -> Output:
+        if draw.layer == layer:
+            layout = "mla" if len(rows.keys) == 2 else "gqa"
+            found[:] = [Workload(layout, query, rows, teams, suffix, draw, options["scale"], source)]
+        return sampled_attention(query, rows, teams, suffix, draw, **options)
+
+    attention.triton_attention = lambda *arguments: record
+    try:
+        yield
+    finally:
+        attention.triton_attention = original
+
+
+def capture(model: Any, ids: list[int], layer: int, steps: int, source: str, **settings: Any) -> Workload:
+    """Prefill ``ids``, decode ``steps`` tokens and keep the last step's arguments of one layer.
+
+    Args:
+        settings: fields of :class:`SantaConfig`.
+
+    Raises:
+        EvalError: the layer does not exist, or its attention never was sparse.
+    """
+    found: list[Workload] = []
+    with latent_santa.patch(model, **settings) as santa:
+        if not 0 <= layer < santa.layers:
+            raise EvalError(f"--layer {layer}: the model has layers 0 to {santa.layers - 1}")
+        prompt = torch.tensor([ids], device=model.device)
+        with recording(layer, found, source), torch.inference_mode():
+            model.generate(prompt, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
+    if not found:
+        raise EvalError(f"layer {layer} decoded densely: the prompt of {len(ids)} tokens was too short for sampling")
+    return found[0]

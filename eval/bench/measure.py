@@ -1,0 +1,173 @@
+"""One workload measured: checks before timing, then dense methods and sampled settings in the same paired rounds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from latent_santa.attention import Output, sampled_attention
+from latent_santa.eval.bench.baselines import baselines
+from latent_santa.eval.bench.goals import goal_of
+from latent_santa.eval.bench.timing import Launch, ratio_interval
+from latent_santa.eval.bench.workload import Workload
+from latent_santa.kernels import Workspace
+from latent_santa.quantise import QuantisedKeys, quantise_parts
+
+# the PyTorch twin of a check keeps scores and noise of all heads and teams
+MOST_CHECKED = 1 << 27
+
+
+class Clock(Protocol):
+    """What measures: :class:`latent_santa.eval.bench.clock.DeviceClock`, or a stand-in in tests."""
+
+    def captured(self, launch: Launch) -> Launch:
+        """A replayable form of a call."""
+
+    def paired(self, methods: dict[str, Launch]) -> dict[str, list[float]]:
+        """Each method's round medians, microseconds."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the sampled operator: K teams a head."""
+
+    k: int
+    estimator: str = "per_head"
+    noise: str = "independent"
+    routing_dtype: str = "model"
+
+    @property
+    def name(self) -> str:
+        parts = [self.estimator.replace("_", " "), f"K={self.k}"]
+        parts += [self.noise] if self.noise != "independent" else []
+        parts += [f"routing {self.routing_dtype}"] if self.routing_dtype != "model" else []
+        return " ".join(parts)
+
+
+def quantised(w: Workload, routing_dtype: str) -> Workload:
+    """The workload with its routing keys in another representation."""
+    parts: Any = quantise_parts(w.teams.routing_keys, routing_dtype)
+    return replace(w, teams=replace(w.teams, routing_keys=parts))
+
+
+def operator(w: Workload, setting: Setting, workspace: Workspace) -> Callable[[], Output]:
+    """The Triton operator as one call without arguments."""
+    from latent_santa.kernels import sampled_attention as kernels
+
+    def launch() -> Output:
+        return kernels(
+            w.query, w.rows, w.teams, w.suffix, w.draw, scale=w.scale, teams_per_head=setting.k,
+            estimator=setting.estimator, noise=setting.noise, workspace=workspace,
+        )  # fmt: skip
+
+    return launch
+
+
+def stages(w: Workload, setting: Setting, workspace: Workspace) -> dict[str, Launch]:
+    """The operator's launches one by one, over what the whole operator left in the workspace."""
+    from latent_santa.kernels.operator import Call
+
+    call = Call(
+        w.query, w.rows, w.teams, w.suffix, w.draw, w.scale, setting.k, setting.estimator, setting.noise, workspace
+    )
+    named: dict[str, Launch] = {} if call.everything else {"route": call.route, "select": call.select}
+    if not call.everything and call.pooled:
+        named["pool"] = call.pool
+    return {**named, "attend": call.attend, "combine": call.combine}
+
+
+def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]:
+    """Bytes that the method must read: routing keys with their team sizes, the union's rows and the suffix's."""
+    keys = w.teams.routing_keys
+    teams = int(w.teams.count.sum())
+    padded = w.batch * w.groups * w.teams.teams
+    held = sum(p.bytes() if isinstance(p, QuantisedKeys) else p.numel() * p.element_size() for p in keys)
+    routing = held * teams // padded + 4 * teams
+    return {"routing": routing, "union": union_rows * w.row_bytes, "suffix": suffix_rows * w.row_bytes}
+
+
+def checked(w: Workload, setting: Setting, launch: Callable[[], Output]) -> tuple[Output, float | None]:
+    """The operator's output, and its largest relative error against the PyTorch twin where that fits in memory."""
+    got = launch()
+    if w.batch * w.groups * w.heads * w.teams.teams > MOST_CHECKED:
+        return got, None
+    want = sampled_attention(
+        tuple(part.float() for part in w.query), w.rows, w.teams, w.suffix, w.draw, scale=w.scale,
+        teams_per_head=setting.k, estimator=setting.estimator, noise=setting.noise,
+    )  # fmt: skip
+    error = (got.out - want.out).norm(dim=-1) / want.out.norm(dim=-1)
+    return got, float(error.max())
+
+
+def measure(
+    w: Workload, settings: list[Setting], clock: Clock, modes: tuple[str, ...], bandwidth: float, with_stages: bool
+) -> dict[str, Any]:
+    """Time dense methods and every setting on one workload.
+
+    Args:
+        modes: of ``"graph"`` (CUDA-graph replays) and ``"stream"``.
+        bandwidth: bytes a second of a device copy.
+
+    Returns:
+        A record ready for JSON. Times are microseconds, medians of round medians.
+    """
+    dense, missing = baselines(w)
+    record: dict[str, Any] = {"workload": w.describe(), "missing": missing, "dense": {}, "sampled": []}
+    calls: dict[str, Launch] = dict(dense)
+    # each setting has a workspace of its own, so that stages find what their setting left there
+    spaces = {setting: Workspace() for setting in settings}
+    loads = {setting: quantised(w, setting.routing_dtype) for setting in settings}
+    for setting in settings:
+        launch = operator(loads[setting], setting, spaces[setting])
+        output, error = checked(loads[setting], setting, launch)
+        calls[setting.name] = launch
+        union, suffix = int(output.union.sum()), int(output.suffix.sum())
+        read = bytes_read(loads[setting], union, suffix)
+        sizes = {"k": setting.k, "estimator": setting.estimator, "noise": setting.noise}
+        record["sampled"].append(
+            {"name": setting.name, **sizes, "routing_dtype": setting.routing_dtype, "error": error,
+             "union_rows": union, "bytes": read, "workspace_bytes": spaces[setting].bytes()}
+        )  # fmt: skip
+    rows_bytes = w.batch * w.groups * w.context * w.row_bytes
+    for mode in modes:
+        methods = {name: clock.captured(call) if mode == "graph" else call for name, call in calls.items()}
+        rounds = clock.paired(methods)
+        for name in dense:
+            time = statistics.median(rounds[name])
+            entry = {"us": time, "rounds": rounds[name], "bandwidth_fraction": rows_bytes / (time * 1e-6) / bandwidth}
+            record["dense"].setdefault(name, {})[mode] = entry
+        for entry in record["sampled"]:
+            entry[mode] = _against(entry, rounds, list(dense), bandwidth)
+    if with_stages:
+        for setting, entry in zip(settings, record["sampled"], strict=True):
+            parts = stages(loads[setting], setting, spaces[setting])
+            rounds = clock.paired({name: clock.captured(call) for name, call in parts.items()})
+            entry["stages_us"] = {name: statistics.median(times) for name, times in rounds.items()}
+    _set_goals(record)
+    return record
+
+
+def _against(
+    entry: dict[str, Any], rounds: dict[str, list[float]], dense: list[str], bandwidth: float
+) -> dict[str, Any]:
+    own = rounds[entry["name"]]
+    time = statistics.median(own)
+    result: dict[str, Any] = {"us": time, "rounds": own}
+    result["bandwidth_fraction"] = sum(entry["bytes"].values()) / (time * 1e-6) / bandwidth
+    ratios = {}
+    for name in dense:
+        point, low, high = ratio_interval(rounds[name], own)
+        ratios[name] = {"ratio": point, "low": low, "high": high}
+    result["ratios"] = ratios
+    result["best_dense"] = min(dense, key=lambda name: statistics.median(rounds[name])) if dense else None
+    return result
+
+
+def _set_goals(record: dict[str, Any]) -> None:
+    w = record["workload"]
+    for entry in record["sampled"]:
+        entry["goal"] = goal_of(
+            w["layout"], w["heads"], w["batch"], w["context"], entry["estimator"], entry["k"], entry["routing_dtype"]
+        )

@@ -1,0 +1,59 @@
+"""``latent-santa bench capture``: save a real model's workload for ``bench operator --workload``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from latent_santa.eval.model_options import add_model_options, model_spec
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "capture",
+        help="save one layer's queries, cache and teams of a real model and prompt to a file",
+        description=(
+            "Prefill a prompt, decode a few tokens with sampled attention, and save what the last step gave one "
+            "layer's operator: queries, cache, teams and noise keys. `bench operator --workload FILE` times it."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_model_options(parser, default="builtin:tiny")
+    parser.add_argument("--prompt-file", type=Path, help="text to prefill; without it, lines of numbered filler")
+    parser.add_argument("--length", type=int, default=2048, help="prompt tokens; a longer text is cut")
+    parser.add_argument("--layer", type=int, default=0, help="layer to save")
+    parser.add_argument("--steps", type=int, default=2, help="tokens to decode first")
+    parser.add_argument("--parents", default="kmeans", choices=("kmeans", "contiguous"))
+    parser.add_argument("--budget", type=int, default=128, help="S while decoding; the file can be timed at any K")
+    parser.add_argument("--out", type=Path, default=Path("workload.pt"), metavar="FILE", help="where to write it")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Capture and save."""
+    from latent_santa.eval.bench.capture import capture
+    from latent_santa.eval.bench.workload import save
+    from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.models import load, load_tokenizer
+
+    spec = model_spec(args)
+    tokenizer = load_tokenizer(spec)
+    text = args.prompt_file.read_text() if args.prompt_file else _filler(args.length)
+    ids = tokenizer(text)["input_ids"][: args.length]
+    if len(ids) < args.length:
+        raise EvalError(f"the prompt has {len(ids)} tokens: --length {args.length} needs a longer text")
+    model = load(spec, tokenizer).model
+    source = f"{spec.name} layer {args.layer}"
+    workload = capture(
+        model, ids, args.layer, args.steps, source, parents=args.parents, budget=args.budget, backend="torch"
+    )
+    save(workload, args.out)
+    print(f"{args.out}: {source}, {workload.context} rows, {int(workload.teams.count.sum())} teams")
+    return 0
+
+
+def _filler(tokens: int) -> str:
+    """More words than ``tokens``, no line like another."""
+    return "\n".join(f"Line {n} says that {n * n} is the square of {n}." for n in range(max(16, tokens // 4)))

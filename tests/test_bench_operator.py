@@ -1,0 +1,150 @@
+"""The operator benchmark without a GPU: its arithmetic, its report, its files, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from latent_santa.eval.bench import report
+from latent_santa.eval.bench.capture import capture
+from latent_santa.eval.bench.goals import GOALS, goal_of
+from latent_santa.eval.bench.measure import Setting, bytes_read, measure, quantised
+from latent_santa.eval.bench.timing import ratio_interval
+from latent_santa.eval.bench.workload import Workload, load, save, synthetic
+from latent_santa.eval.cli import main
+from latent_santa.eval.errors import EvalError
+
+from .tiny_models import tiny_model
+
+FACTS: dict[str, Any] = {
+    "device": "a device", "torch": "2.x", "triton": "3.x", "date": "2026-01-01", "command": "latent-santa bench operator",
+    "copy_bandwidth": 4e12, "protocol": {"rounds": 2, "observations": 3, "warmup": 1, "evict": 4},
+}  # fmt: skip
+
+
+class FakeClock:
+    """Runs every method once and says that the n-th took 10 n microseconds in round one, 1 more in each next."""
+
+    def captured(self, launch: Any) -> Any:
+        return launch
+
+    def paired(self, methods: dict[str, Any]) -> dict[str, list[float]]:
+        for launch in methods.values():
+            launch()
+        return {name: [10.0 * n + r for r in range(3)] for n, name in enumerate(methods, 1)}
+
+
+def small(layout: str = "mla", batch: int = 1, context: int = 96) -> Workload:
+    return synthetic(layout, 4, 1 if layout == "mla" else 2, context, batch, 32, dtype=torch.float16, device="cpu")
+
+
+def test_ratio_and_its_interval() -> None:
+    slow, fast = [30.0, 31.0, 29.0, 30.5], [10.0, 10.5, 9.5, 10.2]
+    point, low, high = ratio_interval(slow, fast, 500)
+    assert point == pytest.approx(30.25 / 10.1)
+    assert low < point < high and 2.8 < low and high < 3.2
+    # rounds are resampled in pairs: a drift that both methods share cancels
+    point, low, high = ratio_interval([2.0 * t for t in range(1, 20)], [1.0 * t for t in range(1, 20)], 500)
+    assert (point, low, high) == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("layout", ["mla", "gqa"])
+def test_synthetic_workloads(layout: str) -> None:
+    w = small(layout, batch=2)
+    assert (w.batch, w.groups, w.heads, w.context) == ((2, 1, 4, 96) if layout == "mla" else (2, 2, 2, 96))
+    assert w.row_bytes == 2 * (576 if layout == "mla" else 64)
+    assert w.teams.count.tolist() == [[24] * w.groups] * 2
+    assert (w.teams.team_of_row >= 0).all() and w.describe()["source"] == "synthetic"
+    assert not torch.equal(w.rows.values[0], w.rows.values[1])
+
+
+def test_bytes_a_call_must_read() -> None:
+    w = small("gqa")
+    assert bytes_read(w, 10, 3) == {"routing": 48 * (64 + 4), "union": 1280, "suffix": 384}
+    assert bytes_read(quantised(w, "int4"), 0, 0)["routing"] == 48 * (16 + 2 * 2 + 4)
+
+
+def test_a_saved_workload_is_the_same(tmp_path: Path) -> None:
+    w = small("gqa")
+    save(w, tmp_path / "sub" / "w.pt")
+    again = load(tmp_path / "sub" / "w.pt", "cpu")
+    assert again.describe() == w.describe() and again.scale == w.scale and again.teams.row_bound == w.teams.row_bound
+    for one, other in zip((*w.query, *w.rows.keys, w.rows.values), (*again.query, *again.rows.keys, again.rows.values), strict=True):
+        assert torch.equal(one, other)
+    latent = small("mla")
+    save(latent, tmp_path / "l.pt")
+    again = load(tmp_path / "l.pt", "cpu")
+    assert again.rows.values is again.rows.keys[0]
+    with pytest.raises(EvalError, match="no workload file"):
+        load(tmp_path / "missing.pt", "cpu")
+    torch.save({"format": 0}, tmp_path / "old.pt")
+    with pytest.raises(EvalError, match="no workload of format"):
+        load(tmp_path / "old.pt", "cpu")
+
+
+@pytest.mark.parametrize("layout", ["mla", "gqa"])
+def test_capturing_a_models_layer(layout: str) -> None:
+    model = tiny_model("deepseek_v2" if layout == "mla" else "llama")
+    ids = [3 + n % 90 for n in range(80)]
+    w = capture(model, ids, 1, 3, "tiny layer 1", parents="contiguous", budget=16, backend="torch")
+    assert (w.layout, w.batch, w.draw.layer, w.source) == (layout, 1, 1, "tiny layer 1")
+    assert w.teams.length == 80 and w.context == 80 + w.suffix.index.numel() and w.suffix.index.numel() >= 1
+    with pytest.raises(EvalError, match="--layer 7"):
+        capture(model, ids, 7, 2, "tiny", parents="contiguous", budget=16, backend="torch")
+
+
+def test_measuring_and_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
+    from latent_santa.eval.bench import measure as module
+    from latent_santa.kernels import draws
+
+    if not draws.INTERPRETED.value:
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(module, "baselines", lambda w: ({"dense": lambda: None}, {"FA3": "ImportError: none"}))
+    settings = [Setting(2), Setting(2, "pooled", routing_dtype="int8")]
+    records = [measure(small("gqa", context=c), settings, FakeClock(), ("graph",), 4e12, True) for c in (64, 96)]
+    first = records[0]
+    json.dumps(records)
+    assert first["dense"]["dense"]["graph"]["us"] == 11 and first["sampled"][1]["graph"]["us"] == 31
+    assert all(entry["error"] < 2e-3 for entry in first["sampled"])
+    assert list(first["sampled"][1]["stages_us"]) == ["route", "select", "pool", "attend", "combine"]
+    assert first["sampled"][0]["graph"]["ratios"]["dense"]["ratio"] == pytest.approx(11 / 21)
+    text = report.markdown(FACTS, records)
+    assert "| GQA 4/2/32, b1, 64 rows (synthetic) | sampled per head K=2 | 21.0 |" in text
+    assert "0.52 [" in text and "- FA3: ImportError: none" in text and "## launched from a stream" not in text
+    picture = report.plot(records)
+    assert picture is not None and picture.startswith(b"\x89PNG")
+    assert report.plot(records[:1]) is None
+
+
+def test_goals_belong_to_their_settings() -> None:
+    assert goal_of("mla", 16, 8, 131072, "per_head", 32, "model") == 3.0
+    assert goal_of("mla", 16, 8, 131072, "per_head", 32, "int4") == 5.0
+    assert goal_of("mla", 16, 8, 131072, "pooled", 32, "model") is None
+    assert goal_of("mla", 16, 8, 131072, "per_head", 8, "model") is None
+    assert len({goal.key for goal in GOALS}) == len(GOALS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layout", "gqa", "--heads", "30"], "multiple of --groups 4"),
+        (["--modes", "eager"], "'eager' is not one of graph, stream"),
+        (["--budget", "126"], "divisible by P/R"),
+        (["--estimator", "mean"], "'mean' is not one of per_head, pooled"),
+        (["--context", "32K"], "give integers"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "operator", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device would be timed")
+def test_no_device_to_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "operator"]) == 2
+    assert "there is no CUDA device" in capsys.readouterr().err
