@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+
 from latent_santa.eval.tiny import TASKS, load_tiny
 from latent_santa.eval.tiny.encoder import PieceEncoder
 from latent_santa.eval.tiny.evaluate import prompts, scores

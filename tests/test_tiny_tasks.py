@@ -7,14 +7,15 @@ import re
 from random import Random
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
 from latent_santa.eval.scoring import score
 from latent_santa.eval.tiny import HARD_TASKS, TASKS, haystack, rows, words
 from latent_santa.eval.tiny.curriculum import mix
 from latent_santa.eval.tiny.encoder import PieceEncoder
 from latent_santa.eval.tiny.load import MODEL_DIRECTORY
 from latent_santa.eval.tiny.samples import Prose, Sampler
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 ALL = TASKS + HARD_TASKS
 

@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from latent_santa.eval.tiny import samples
 from latent_santa.eval.tiny.curriculum import mix
 from latent_santa.eval.tiny.train import Settings, Trainer, main, train
-from safetensors.torch import load_file
 
 
 @pytest.fixture(autouse=True)
