@@ -27,6 +27,7 @@ from .plan import (
     padded_teams,
     power,
     processors,
+    shared_memory,
     words,
 )
 from .pool import pool_kernel
@@ -137,6 +138,7 @@ class Call:
             teams_per_head=teams_per_head,
             most_rows=teams.most_rows(heads * teams_per_head),
             processors=processors(device),
+            shared_memory=shared_memory(device),
         )
         # where no sequence can have more than K teams, none is scored (Algorithm 1's first line)
         self.everything = teams.teams <= teams_per_head

@@ -20,7 +20,8 @@ def power(n: int, least: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a plan depends on. ``bits`` are the routing keys' (16: the rows' own dtype)."""
+    """What a plan depends on. ``bits`` are the routing keys' (16: the rows' own dtype), ``split`` says that a float32
+    query is fed in two parts, ``shared_memory`` is what one program may use, in bytes."""
 
     batch: int
     groups: int
@@ -38,6 +39,7 @@ class Shapes:
     teams_per_head: int
     most_rows: int
     processors: int
+    shared_memory: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,35 @@ class Plan:
     combine_warps: int = 4
 
 
+def route_bytes(s: Shapes, p: Plan) -> int:
+    """Shared memory of a routing program, as an upper bound: a piece of keys and of queries a stage and one over."""
+    keys = p.route_teams * p.route_dims * s.dtype.itemsize
+    queries = p.route_heads * p.route_dims * (4 if s.split else s.dtype.itemsize)
+    return (p.route_stages + 1) * (keys + queries)
+
+
+def attend_bytes(s: Shapes, p: Plan) -> int:
+    """Shared memory of an attention program, roughly: a tile of rows, the queries, and room to change layouts."""
+    width = sum(power(d, 16) for d in s.dims)
+    rows = p.attend_rows * (width + (0 if s.latent else power(s.values, 16)))
+    queries = p.attend_heads * width * (2 if s.split else 1)
+    # float32 products keep a second copy of their operands
+    return int((rows + queries) * s.dtype.itemsize * (1.6 if s.dtype == torch.float32 else 1.1)) + 8192
+
+
+def fitted(s: Shapes, p: Plan) -> Plan:
+    """The plan with blocks made smaller until they fit in the device's shared memory, or are the smallest."""
+    while route_bytes(s, p) > s.shared_memory and p.route_stages > 2:
+        p = replace(p, route_stages=p.route_stages - 1)
+    while route_bytes(s, p) > s.shared_memory and p.route_heads > 16:
+        p = replace(p, route_heads=p.route_heads // 2)
+    while attend_bytes(s, p) > s.shared_memory and p.attend_rows > 16:
+        p = replace(p, attend_rows=p.attend_rows // 2)
+    while attend_bytes(s, p) > s.shared_memory and p.attend_heads > 16:
+        p = replace(p, attend_heads=p.attend_heads // 2)
+    return p
+
+
 def choose(s: Shapes) -> Plan:
     """The plan for a call, before overrides."""
     wide = s.dims[0] > 256
@@ -92,7 +123,7 @@ def choose(s: Shapes) -> Plan:
     share_room = max(1, (2 if wide else 4) * s.processors // (sequences * -(-s.heads // attend_heads)))
     shares = max(1, min(tiles, share_room, 128))
     per = -(-s.prompt // (RUN * shares)) * RUN
-    return Plan(
+    plan = Plan(
         route_teams=route_teams,
         route_heads=route_heads,
         route_stages=8 if alone and not exact else 4,
@@ -104,6 +135,7 @@ def choose(s: Shapes) -> Plan:
         combine_values=min(power(s.values, 16), 64),
         combine_shares=min(power(shares), 128),
     )
+    return fitted(s, plan)
 
 
 @dataclass
@@ -217,6 +249,16 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return 1 << 20
+    found = torch.cuda.get_device_properties(device)
+    # every device from compute capability 8.0 on lets a program ask for 99 KiB
+    return int(getattr(found, "shared_memory_per_block_optin", 99 << 10))
 
 
 @functools.cache

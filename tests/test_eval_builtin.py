@@ -10,7 +10,7 @@ import pytest
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.render import Renderer
 from latent_santa.eval.rows import Row
-from latent_santa.eval.sources import builtin, words
+from latent_santa.eval.sources import builtin, counting, words
 from latent_santa.eval.sources.fitting import TooShort, largest_fit
 from latent_santa.eval.sources.haystack import open_haystack, split_sentences
 from latent_santa.eval.sources.tasks import BUILTIN, OFFICIAL, mean_label, resolve_tasks
@@ -120,6 +120,12 @@ def test_long_word_lists_are_made_of_pairs():
     assert {word for word, times in counts.items() if times == 30} == set(row.references)
     assert sorted(set(counts.values())) == [3, 30]
     assert count(row.input, row.answer_prefix) + row.max_new_tokens >= 0.95 * 8192
+
+
+def test_the_most_frequent_words_are_never_tied():
+    for n in range(8, 400):
+        counts = counting._zeta_counts(n, 12)
+        assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4] >= 1
 
 
 @pytest.mark.parametrize("task", BUILTIN)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.render import Renderer, join_texts
@@ -103,6 +105,15 @@ def test_template_brings_one_bos_and_the_answer_room_is_checked():
     assert renderer.prompt(row(), limit=len(ids) + 16) == ids
     with pytest.raises(EvalError, match=rf"{len(ids)} prompt tokens and 16 new ones exceed.*{len(ids) + 15}"):
         renderer.prompt(row(), limit=len(ids) + 15)
+
+
+def test_special_tokens_are_added_once_with_a_template_and_without():
+    own = copy.deepcopy(tokenizer())  # like many models' tokenizers, this one adds <s> by itself
+    own.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    assert own("text")["input_ids"][0] == 1
+    assert Renderer(own).prompt(row(), None).count(1) == 1
+    bare = Renderer(own, chat=False).prompt(row(), None)
+    assert bare.count(1) == 1 and own.decode(bare, skip_special_tokens=True) == "What is the code? The code is"
 
 
 def test_baked_in_template_is_refused():

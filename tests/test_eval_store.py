@@ -80,6 +80,17 @@ def test_a_line_cut_by_a_crash_is_dropped_and_cut_off(store, broken):
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["qa/000000", "qa/000001"]
 
 
+def test_a_line_counts_only_with_its_end(store):
+    # What is counted and what is cut off before the next result must agree.
+    store.append("dense", result(store, 0))
+    path = store.results_directory / "dense.jsonl"
+    with path.open("ab") as file:
+        file.write(json.dumps(result(store, 1)).encode())
+    assert set(store.results("dense")) == {"qa/000000"}
+    store.append("dense", result(store, 2))
+    assert set(store.results("dense")) == {"qa/000000", "qa/000002"}
+
+
 def test_a_file_with_only_a_broken_line_is_emptied(store):
     path = store.results_directory / "dense.jsonl"
     path.parent.mkdir()

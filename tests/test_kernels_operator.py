@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
 from latent_santa.attention import Suffix, log_inclusion
-from latent_santa.kernels import Workspace, draws, sampled_attention, unsupported
+from latent_santa.kernels import Workspace, draws, operator, sampled_attention, unsupported
+from latent_santa.kernels.plan import Shapes, attend_bytes, choose, route_bytes
 from latent_santa.kernels.select import select_kernel
 from latent_santa.noise import gumbel_noise, noise_keys
 
@@ -152,6 +153,25 @@ def test_the_float64_reference(layout: str, estimator: str) -> None:
         counts = want.counts
         for name in ("routing", "union", "suffix"):
             assert int(getattr(got, name)[b, 0]) == getattr(counts, name), name
+
+
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks shrink until they fit, and a call with the smallest ones is as right as any."""
+    shapes = Shapes(
+        batch=1, groups=1, heads=128, rows=9000, prompt=9000, suffix=0, teams=2000, dims=(512, 64), values=512,
+        latent=True, dtype=torch.bfloat16, split=True, bits=16, teams_per_head=8, most_rows=9000, processors=132,
+        shared_memory=227 << 10,
+    )  # fmt: skip
+    wide, narrow = choose(shapes), choose(replace(shapes, shared_memory=99 << 10))
+    assert route_bytes(shapes, wide) <= 227 << 10 and attend_bytes(shapes, wide) <= 227 << 10
+    assert route_bytes(shapes, narrow) <= 99 << 10 and attend_bytes(shapes, narrow) <= 99 << 10
+    assert narrow != wide
+    monkeypatch.setattr(operator, "shared_memory", lambda device: 1)
+    call = make_call(heads=17, lengths=(20,), dims=(16, 16), suffix=1, dtype=torch.float16)
+    workspace = Workspace({"shares": 1})
+    compare(call.kernels(1, workspace), call.twin(1), ROUNDING)
+    (plan,) = workspace._plans.values()
+    assert (plan.route_stages, plan.route_heads, plan.attend_rows, plan.attend_heads) == (2, 16, 16, 16)
 
 
 def test_step_key_and_suffix_are_read_on_each_call() -> None:

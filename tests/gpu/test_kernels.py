@@ -91,6 +91,13 @@ def test_shares(shares: int) -> None:
     check(call, 4, EXACT, {"shares": shares})
 
 
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from latent_santa.kernels import operator
+
+    monkeypatch.setattr(operator, "shared_memory", lambda device: 48 << 10)
+    check(make_call(heads=16, lengths=(1500,), dtype=torch.bfloat16, device="cuda", **MLA), 4, EXACT)
+
+
 def test_rows_beyond_two_to_the_31st_element() -> None:
     """The last rows of the buffer lie behind 2**31 elements; the prompt is all of it."""
     length, width = 4_200_000, 512

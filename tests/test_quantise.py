@@ -1,0 +1,114 @@
+"""Routing keys in 8 and 4 bits: what codes stand for, and that the estimator takes them in place of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from latent_santa.attention import sampled_attention
+from latent_santa.quantise import QuantisedKeys, quantise, quantise_parts, scale_group
+
+from .cases import Case, make_case
+from .kernel_cases import make_call
+
+
+@pytest.mark.parametrize(("routing_dtype", "largest"), [("int8", 127), ("int4", 7)])
+def test_codes_are_the_nearest_multiples_of_their_scale(routing_dtype: str, largest: int) -> None:
+    keys = torch.randn(2, 1, 5, 96, generator=torch.Generator().manual_seed(0)) * 3
+    held = quantise(keys, routing_dtype, 16)
+    step = held.scales.float().repeat_interleave(16, -1)
+    ratio = keys / step
+    values = held.dequantise()
+    torch.testing.assert_close(values / step, ratio.round().clamp(-largest, largest), rtol=0, atol=1e-4)
+    # the scale was rounded to float16, so the largest of a group may miss its code by that
+    assert bool(((values - keys).abs() <= step * (0.5 + largest * 2**-10)).all())
+    assert held.shape == keys.shape and held.dtype == torch.float32
+
+
+def test_four_bits_pack_two_halves() -> None:
+    keys = torch.tensor([[[[7.0, -7.0, 3.0, 0.0, 1.0, 7.0, -5.0, -7.0]]]])
+    held = quantise(keys, "int4", 4)
+    assert held.codes.dtype == torch.uint8 and held.codes.shape == (1, 1, 1, 4)
+    assert [int(byte) for byte in held.codes.flatten()] == [15 + (9 << 4), 1 + (15 << 4), 11 + (3 << 4), 8 + (1 << 4)]
+    assert torch.equal(held.dequantise(), keys)
+
+
+def test_values_are_rounded_to_the_caches_dtype() -> None:
+    keys = torch.randn(1, 1, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    held = quantise(keys, "int8")
+    exact = held.codes.float() * held.scales.float().repeat_interleave(64, -1)
+    assert held.dequantise().dtype == torch.bfloat16 and torch.equal(held.dequantise(), exact.bfloat16())
+    assert torch.equal(held.float(), exact.bfloat16().float())
+
+
+def test_a_key_of_zeros() -> None:
+    assert not quantise(torch.zeros(1, 1, 2, 32), "int4").dequantise().any()
+
+
+def test_groups() -> None:
+    assert [scale_group(d, "int8") for d in (512, 64, 96, 16)] == [64, 64, 32, 16]
+    assert [scale_group(d, "int4") for d in (512, 64, 128, 96)] == [32, 32, 32, 16]
+    with pytest.raises(ValueError, match="20 key dimensions"):
+        scale_group(20, "int4")
+    with pytest.raises(ValueError, match="group=24"):
+        quantise(torch.zeros(1, 1, 1, 64), "int4", 24)
+    with pytest.raises(ValueError, match="routing_dtype='int2'"):
+        quantise(torch.zeros(1, 1, 1, 64), "int2")
+
+
+def test_memory_is_what_a_routing_pass_reads() -> None:
+    keys = torch.zeros(1, 1, 10, 512, dtype=torch.bfloat16)
+    assert quantise(keys, "int8").bytes() == 10 * (512 + 8 * 2)
+    held = quantise(keys, "int4")
+    assert held.bytes() == 10 * (256 + 16 * 2) == held.numel() * held.element_size()
+
+
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_teams_route_by_quantised_keys(estimator: str) -> None:
+    """The same as routing by the dequantised tensors, through every method of the records."""
+    case = make_call(heads=3, lengths=(80, 50), dims=(32, 16))
+    assert quantise_parts(case.teams.routing_keys, "model") is case.teams.routing_keys
+    held: Any = quantise_parts(case.teams.routing_keys, "int8")
+    plain = replace(case.teams, routing_keys=tuple(part.dequantise() for part in held))
+    coarse = replace(case.teams, routing_keys=held)
+    results = [
+        sampled_attention(
+            case.query, case.rows, teams, case.suffix, case.draw, scale=case.scale, teams_per_head=4,
+            estimator=estimator,
+        )  # fmt: skip
+        for teams in (plain, coarse)
+    ]
+    assert torch.equal(results[0].out, results[1].out)
+    assert coarse.bytes() < case.teams.bytes()
+    picked = coarse.select_batch(torch.tensor([1, 1, 0]))
+    assert isinstance(picked.routing_keys[0], QuantisedKeys) and picked.routing_keys[0].shape[0] == 3
+    assert torch.equal(picked.routing_keys[0].dequantise()[2], held[0].dequantise()[0])
+
+
+def test_the_estimate_stays_unbiased_under_four_bit_routing() -> None:
+    """Mass and weighted sum, averaged over many draws, against all rows: corrections use the coarse scores too."""
+    case: Case = make_case("gqa", heads=2, lengths=(40,), scale=0.5)
+    key = torch.nn.functional.pad(case.teams.routing_keys[0], (0, 10))
+    held: Any = (quantise(key, "int4", 8),)
+    query = tuple(torch.nn.functional.pad(part, (0, 10)) for part in case.query)
+    keys = tuple(torch.nn.functional.pad(part, (0, 10)) for part in case.rows.keys)
+    batch = 6000
+    wide = replace(case.teams, routing_keys=held).select_batch(torch.zeros(batch, dtype=torch.int64))
+    rows = replace(case.rows, keys=tuple(k.expand(batch, -1, -1, -1) for k in keys))
+    rows = replace(rows, values=case.rows.values.expand(batch, -1, -1, -1))
+    draw = replace(case.draw, key=torch.arange(2 * batch).view(batch, 2), step=case.draw.step.expand(batch))
+    for estimator in ("per_head", "pooled"):
+        got = sampled_attention(
+            tuple(q.expand(batch, -1, -1, -1) for q in query), rows, wide, case.suffix, draw, scale=case.scale,
+            teams_per_head=5, estimator=estimator,
+        )  # fmt: skip
+        logits = (query[0] @ keys[0].transpose(-1, -2) * case.scale)[0, 0]
+        mass = got.lse[:, 0].double().exp()
+        total = got.out[:, 0].double() * mass[..., None]
+        want = logits.double().exp()
+        for sample, mean in ((mass[..., None], want.sum(-1)[:, None]), (total, want @ case.rows.values[0, 0].double())):
+            error = sample.std(0) / batch**0.5
+            assert bool(((sample.mean(0) - mean).abs() <= 4.5 * error).all())
