@@ -41,7 +41,7 @@ def head_bits(flags, team, ok, h0, MP, HB: tl.constexpr):
     return ((bits[None, :] >> (h0 % 32 + tl.arange(0, HB))[:, None]) & 1) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "visible_b"])
 def attend_kernel(
     q0, q1, k0, k1, values, team_of_row, flags, corrections, index, visible, list_rows, list_teams,
     part_out, part_max, part_sum, part_rows, scale, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h, k0_b, k0_g, k0_n, k1_b,

@@ -8,7 +8,7 @@ import triton.language as tl
 from .draws import wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares"])
 def combine_kernel(
     part_out, part_max, part_sum, part_rows, count, out, lse, counts, K, shares, G, H, GROUPS, V: tl.constexpr,
     BV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,

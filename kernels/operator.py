@@ -125,9 +125,8 @@ class Call:
             batch=batch,
             groups=groups,
             heads=heads,
-            rows=rows.length,
             prompt=teams.length,
-            suffix=suffix.index.numel(),
+            suffix=power(suffix.index.numel(), 64),
             teams=teams.teams,
             dims=tuple(part.shape[-1] for part in query),
             values=values.shape[-1],
@@ -214,7 +213,7 @@ class Call:
     def attend(self) -> None:
         """Read the union's rows and the suffix."""
         s, p, held, rows = self.shapes, self.plan, self.held, self.rows
-        visible = self.suffix.visible
+        visible, exact = self.suffix.visible, self.suffix.index.numel()
         mask = self.suffix.index if visible is None else visible.view(torch.int8)
         first, second = rows.keys[0], rows.keys[-1]
         options = self._launch(p.attend_warps, p.attend_stages)
@@ -224,7 +223,7 @@ class Call:
             self.query[0], self.query[-1], first, second, rows.values, self.teams.team_of_row, held.flags,
             held.pooled if self.pooled else held.corrections, self.suffix.index, mask, held.list_rows, held.list_teams,
             held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows, self.scale, *self._query_strides(),
-            *first.stride()[:3], *second.stride()[:3], *rows.values.stride()[:3], mask.stride(0), s.prompt, s.suffix,
+            *first.stride()[:3], *second.stride()[:3], *rows.values.stride()[:3], mask.stride(0), s.prompt, exact,
             padded_teams(s.teams), s.groups, s.heads, power(list_capacity(s, p)), D0=s.dims[0], D1=s.dims[-1],
             BD0=power(s.dims[0], 16), BD1=power(s.dims[-1], 16), V=s.values, BV=power(s.values, 16), HB=p.attend_heads,
             BN=p.attend_rows, LANES=p.lanes, WORDS=words(s.heads), LATENT=self.latent, TWO=self.latent, SPLIT=s.split,

@@ -21,12 +21,12 @@ def power(n: int, least: int = 1) -> int:
 @dataclass(frozen=True)
 class Shapes:
     """What a plan depends on. ``bits`` are the routing keys' (16: the rows' own dtype), ``split`` says that a float32
-    query is fed in two parts, ``shared_memory`` is what one program may use, in bytes."""
+    query is fed in two parts, ``shared_memory`` is what one program may use, in bytes. ``suffix`` is rounded up to a
+    power of two, so that a growing suffix changes neither plan nor buffers on every step."""
 
     batch: int
     groups: int
     heads: int
-    rows: int
     prompt: int
     suffix: int
     teams: int
@@ -113,8 +113,7 @@ def choose(s: Shapes) -> Plan:
     if s.dtype == torch.float32:
         route_teams, route_heads = 32, min(route_heads, 32)
     alone = sequences * -(-s.teams // route_teams) <= s.processors and heads <= 32
-    cap = 32 if exact or wide else 64
-    attend_heads = min(max(heads, 16), cap)
+    attend_heads = min(max(heads, 16), 32)  # selections are read in words of 32 heads
     attend_rows = 32 if wide else 64
     if s.dtype == torch.float32:
         attend_rows = 16

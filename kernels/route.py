@@ -73,7 +73,7 @@ def add_scores(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def route_kernel(
     q0, q1, k0, k1, s0, s1, sizes, count, key, step, phi, tops, flags, scale, layer, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h,
     k0_b, k0_g, k0_m, k1_b, k1_g, k1_m, M, MP, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr,

@@ -50,7 +50,7 @@ def mark(flags, corrections, team, h, MP, log_c, ok):
     tl.store(corrections + team, log_c, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def select_kernel(
     tops, phi, flags, corrections, count, key, step, blocks, tau, kth, layer, K, MP, G, H, WORDS, NT: tl.constexpr,
     COARSE: tl.constexpr, NB: tl.constexpr, WIDTH: tl.constexpr, SORT: tl.constexpr, SHARED: tl.constexpr,

@@ -55,9 +55,10 @@ def test_queries_in_the_rows_dtype() -> None:
     compare(call.kernels(3, workspace), call.twin(3), 2e-3)
 
 
-def test_more_heads_than_a_word_has_bits() -> None:
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_more_heads_than_a_word_has_bits(estimator: str) -> None:
     call = make_call(heads=35, lengths=(20,), dims=(16, 16), suffix=1, dtype=torch.float16)
-    check(call, 1, "pooled", route_heads=64, attend_heads=32, shares=1)
+    check(call, 1, estimator, route_heads=64, attend_heads=32, shares=1)
 
 
 @pytest.mark.parametrize("k", [1, 6, 9, 500])
@@ -158,7 +159,7 @@ def test_the_float64_reference(layout: str, estimator: str) -> None:
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks shrink until they fit, and a call with the smallest ones is as right as any."""
     shapes = Shapes(
-        batch=1, groups=1, heads=128, rows=9000, prompt=9000, suffix=0, teams=2000, dims=(512, 64), values=512,
+        batch=1, groups=1, heads=128, prompt=9000, suffix=0, teams=2000, dims=(512, 64), values=512,
         latent=True, dtype=torch.bfloat16, split=True, bits=16, teams_per_head=8, most_rows=9000, processors=132,
         shared_memory=227 << 10,
     )  # fmt: skip
@@ -184,8 +185,11 @@ def test_step_key_and_suffix_are_read_on_each_call() -> None:
     workspace.poison()
     assert torch.equal(second.out, call.kernels(2, workspace).out)
     assert not torch.allclose(first, second.out)
+    # a suffix that grows by a few rows needs no new scratch memory
+    assert len(workspace._buffers) == 1
     shorter = replace(call, suffix=Suffix(call.suffix.index[:2]))
     compare(shorter.kernels(2, workspace), shorter.twin(2), ROUNDING)
+    assert len(workspace._buffers) == len(workspace._plans) == 1
 
 
 def test_refusals_say_what_and_why() -> None:

@@ -29,10 +29,10 @@ class _World:
         raise RuntimeError("the lists of names are used up")
 
     def town(self) -> str:
-        return self._new(words.town)
+        return self._new(words.place)
 
     def firm(self) -> str:
-        return self._new(lambda rng: words.coded_word(rng).capitalize()) + self.rng.choice((" Works", " Mills"))
+        return self._new(words.place) + self.rng.choice((" Works", " Mills"))
 
     def person(self, first: str | None = None, last: str | None = None) -> str:
         return self._new(
@@ -43,7 +43,7 @@ class _World:
 def _life(world: _World, person: str, town: str, long: bool) -> str:
     """A document about one person, born in `town`."""
     rng = world.rng
-    text = f"{person} was born in Port {town} and became a {rng.choice(words.CRAFTS)}."
+    text = f"{person} was born in {town} and became a {rng.choice(words.CRAFTS)}."
     if long:
         text += (
             f" At the age of {rng.randrange(18, 60)}, {person.split()[0]} moved to {world.town()} and learned to play "
@@ -61,7 +61,7 @@ def _job(world: _World, person: str, firm: str, long: bool) -> str:
 
 def _seat(world: _World, firm: str, town: str, long: bool) -> str:
     rng = world.rng
-    text = f"{firm} makes {rng.choice(words.ADJECTIVES)} {rng.choice(words.NOUNS)}s and has its seat in Port {town}."
+    text = f"{firm} makes {rng.choice(words.ADJECTIVES)} {rng.choice(words.NOUNS)}s and has its seat in {town}."
     return text + (f" Its first workshop stood in {world.town()}." if long else "")
 
 
@@ -98,7 +98,7 @@ def _two_documents(world: _World, long: bool) -> tuple[list[str], Iterator[str],
 def draft(task: str, length: int, seed: str) -> Draft:
     """Numbered documents in random order. Units are the documents without the answer (short ones below 1024 tokens).
 
-    Either spelling of the town is accepted, with "Port" or without.
+    Either spelling of the town is accepted, as it stands or with a hyphen.
     """
     world = _World(random.Random(seed))
     make = _one_document if task == "facts_1" else _two_documents
@@ -113,7 +113,9 @@ def draft(task: str, length: int, seed: str) -> Draft:
         text = "\n".join(f"Document {i}: {document}" for i, document in enumerate(documents, start=1))
         return f"Answer the question at the end from the documents below, in a few words.\n{text}\n{question}"
 
-    def promised(k: int) -> dict[str, int]:
-        return {f"Port {town}": 1, town: 1}
+    spellings = (town, town.replace(" ", "-"))
 
-    return Draft(build, promised, (f"Port {town}", town), " The answer is")
+    def promised(k: int) -> dict[str, int]:
+        return {spellings[0]: 1, spellings[1]: 0}
+
+    return Draft(build, promised, spellings, " The answer is")

@@ -82,11 +82,11 @@ def capitals(rng: random.Random, letters: int) -> str:
     return "".join(rng.choice(_CAPITALS) for _ in range(letters))
 
 
-def town(rng: random.Random) -> str:
-    """A made-up town name of one word."""
-    return coded_word(rng).capitalize() + rng.choice(("berg", "ford", "ham", "mouth", "stad", "wick"))
+def place(rng: random.Random) -> str:
+    """A made-up proper name of two English words, such as a town's."""
+    return f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}".title()
 
 
 def surname(rng: random.Random) -> str:
-    """A made-up family name."""
-    return coded_word(rng, 2).capitalize() + rng.choice(("ler", "nik", "ssen", "ton", "vik", "zek"))
+    """A noun as a family name."""
+    return rng.choice(NOUNS).capitalize()

@@ -58,7 +58,7 @@ def test_mla_128_heads(query_dtype: torch.dtype) -> None:
     check(call, 4, BRAIN if query_dtype == torch.bfloat16 else EXACT)
 
 
-@pytest.mark.parametrize(("groups", "heads", "dim"), [(4, 7, 128), (2, 1, 64), (1, 5, 96), (2, 8, 256)])
+@pytest.mark.parametrize(("groups", "heads", "dim"), [(4, 7, 128), (2, 1, 64), (1, 5, 96), (2, 8, 256), (1, 40, 64)])
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
 def test_gqa(groups: int, heads: int, dim: int, query_dtype: torch.dtype) -> None:
     call = make_call(
