@@ -37,7 +37,8 @@ class SantaConfig:
         kmeans_seed: seed of the k-means parents, below 2**32.
         kmeans_engine: ``"sklearn"`` is the reference, ``"torch"`` the batched engine; ``"auto"`` takes PyTorch for
             rows on a GPU.
-        backend: ``"torch"``, ``"triton"``, or ``"auto"``: Triton for rows on a GPU.
+        backend: ``"torch"``, ``"triton"``, or ``"auto"``: Triton for rows on a GPU where its kernels can run and have
+            been tested on one, else PyTorch.
         first_token: ``"replay"`` runs the last prompt token again through sparse attention (Appendix F);
             ``"dense"`` keeps the prefill's own logits for the first generated token.
 

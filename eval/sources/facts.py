@@ -118,4 +118,4 @@ def draft(task: str, length: int, seed: str) -> Draft:
     def promised(k: int) -> dict[str, int]:
         return {spellings[0]: 1, spellings[1]: 0}
 
-    return Draft(build, promised, spellings, " The answer is")
+    return Draft(build, promised, spellings, " The town is called")

@@ -40,7 +40,6 @@ def test_the_triton_backend_gives_the_torch_backends_tokens_and_rows(name: str, 
     settings = {"budget": 24, "estimator": estimator, "parents": parents, "kmeans_engine": "sklearn"}
     tokens, rows = generation(model, "torch", **settings)
     assert generation(model, "triton", **settings) == (tokens, rows)
-    assert generation(model, "auto", **settings) == (tokens, rows)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"], ids=["mla", "gqa"])
