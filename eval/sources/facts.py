@@ -65,22 +65,20 @@ def _seat(world: _World, firm: str, town: str, long: bool) -> str:
     return text + (f" Its first workshop stood in {world.town()}." if long else "")
 
 
-def _one_document(world: _World, long: bool) -> tuple[list[str], Iterator[str], str, str]:
+def _one_document(world: _World, long: bool) -> tuple[list[str], Iterator[str], str, str, str]:
     person, town = world.person(), world.town()
-    first, last = person.split()
     gold = [_life(world, person, town, long)]
 
     def others() -> Iterator[str]:
-        # Near misses first: the same first name, then the same family name, then strangers.
-        yield _life(world, world.person(first=first), world.town(), long)
-        yield _life(world, world.person(last=last), world.town(), long)
+        # One near miss with the same first name; more come by chance as the number of people grows.
+        yield _life(world, world.person(first=person.split()[0]), world.town(), long)
         while True:
             yield _life(world, world.person(), world.town(), long)
 
-    return gold, others(), town, f"In which town was {person} born?"
+    return gold, others(), town, f"In which town was {person} born?", f" {person} was born in"
 
 
-def _two_documents(world: _World, long: bool) -> tuple[list[str], Iterator[str], str, str]:
+def _two_documents(world: _World, long: bool) -> tuple[list[str], Iterator[str], str, str, str]:
     person, firm, town = world.person(), world.firm(), world.town()
     gold = [_job(world, person, firm, long), _seat(world, firm, town, long)]
 
@@ -92,7 +90,8 @@ def _two_documents(world: _World, long: bool) -> tuple[list[str], Iterator[str],
             yield _job(world, world.person(**(near.pop() if near else {})), other, long)
             yield _seat(world, other, world.town(), long)
 
-    return gold, others(), town, f"In which town is the seat of the firm that {person} works for?"
+    question = f"In which town is the seat of the firm that {person} works for?"
+    return gold, others(), town, question, f" {person} works for a firm with its seat in"
 
 
 def draft(task: str, length: int, seed: str) -> Draft:
@@ -102,7 +101,7 @@ def draft(task: str, length: int, seed: str) -> Draft:
     """
     world = _World(random.Random(seed))
     make = _one_document if task == "facts_1" else _two_documents
-    gold, others, town, question = make(world, length >= 1024)
+    gold, others, town, question, prefix = make(world, length >= 1024)
     made: list[str] = []
 
     def build(k: int) -> str:
@@ -118,4 +117,4 @@ def draft(task: str, length: int, seed: str) -> Draft:
     def promised(k: int) -> dict[str, int]:
         return {spellings[0]: 1, spellings[1]: 0}
 
-    return Draft(build, promised, spellings, " The town is called")
+    return Draft(build, promised, spellings, prefix)
