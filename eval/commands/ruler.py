@@ -13,7 +13,7 @@ from latent_santa.eval.errors import EvalError
 
 # What the options mean when they are not given. The tiny model's are a first look of about three minutes on two cores.
 DEFAULTS = {"length": 8192, "tasks": "mla3", "n": 50, "budgets": "128,256,512,1024"}
-TINY_DEFAULTS = {"length": 2048, "tasks": "multivalue,fwe,facts,vt", "n": 4, "budgets": "16,64,256"}
+TINY_DEFAULTS = {"length": 2048, "tasks": "multivalue,fwe,facts,multikey_hard", "n": 4, "budgets": "8,32,128"}
 
 
 def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     add("--n", "--prompts", type=int, help="prompts a task (50; builtin:tiny 4); write --prompts behind a launcher")
     add("--select", default="sample", choices=("sample", "first"), help="which records of official data")
     add("--methods", type=_list(str), default=["dense", "santa++"], help="dense,santa,santa++,centroid (dense,santa++)")
-    add("--budgets", help="nominal budgets S (128,256,512,1024; builtin:tiny 16,64,256)")
+    add("--budgets", help="nominal budgets S (128,256,512,1024; builtin:tiny 8,32,128)")
     add("--estimators", type=_list(str), default=["per_head", "pooled"], help="per_head,pooled (both)")
     add("--parents", type=_list(str), default=["kmeans"], help="kmeans,contiguous (kmeans)")
     add("--parent-size", type=int, default=16, help="P (16)")
