@@ -52,13 +52,6 @@ class AccessLedger:
         if last and all(u == unit and c.shape[0] == 1 and c.shape[1:] == entry.shape[1:] for u, c in last):
             calls[-PACK:] = [(unit, torch.cat([c for _, c in last]))]
 
-    def drop_last_call(self) -> None:
-        """Take every layer's last call out again."""
-        for calls in self._calls.values():
-            unit, entry = calls.pop()
-            if entry.shape[0] > 1:
-                calls.append((unit, entry[:-1]))
-
     def reset(self) -> None:
         """Forget every count."""
         self._calls.clear()

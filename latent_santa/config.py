@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -66,8 +67,9 @@ class SantaConfig:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
         for name in POSITIVE + NON_NEGATIVE:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, Integral):
                 raise ValueError(f"{name}={value!r}: must be an int, not {type(value).__name__}")
+            object.__setattr__(self, name, int(value))  # NumPy's integers are welcome
             if value < (1 if name in POSITIVE else 0):
                 raise ValueError(f"{name}={value}: must be {'at least 1' if name in POSITIVE else 'non-negative'}")
         if self.seed >= 2**64:
@@ -77,13 +79,13 @@ class SantaConfig:
         self._check_budget()
 
     def _check_budget(self) -> None:
-        """Equation 5's divisibility rules, for the methods that form teams."""
-        if self.method == "centroid":
-            if self.budget < self.parent_size:
-                raise ValueError(
-                    f"budget={self.budget}: centroid selects floor(S / B) clusters, so S must be at least "
-                    f"B = parent_size = {self.parent_size}"
-                )
+        """Equation 5's divisibility rules, for the methods that form teams or clusters."""
+        if self.method == "centroid" and self.budget < self.parent_size:
+            raise ValueError(
+                f"budget={self.budget}: centroid selects floor(S / B) clusters, so S must be at least "
+                f"B = parent_size = {self.parent_size}"
+            )
+        if self.method != "santa++":
             return
         if self.parent_size % self.representatives:
             raise ValueError(
@@ -91,7 +93,7 @@ class SantaConfig:
                 f"parent_size={self.parent_size} is not"
             )
         step = self.parent_size // self.representatives
-        if self.method == "santa++" and self.budget % step:
+        if self.budget % step:
             raise ValueError(f"budget={self.budget}: S must be divisible by P/R = {step} (Equation 5)")
 
     @property

@@ -54,7 +54,9 @@ class PatchedLayer:
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.model_config._attn_implementation, eager)
         return interface(module, query, key, value, mask, **kwargs)
 
+    @torch.no_grad()
     def _sparse(self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """The estimate; gradients do not pass through sampling."""
         config, cache = self.controller.config, call.layers[self.layer]
         rows, parts = self.adapter.rows(key, value), self.adapter.query(query)
         output = self._estimate(call, cache, rows, parts, scale)
@@ -77,18 +79,22 @@ class PatchedLayer:
             if prompt is None:
                 prompt = torch.ones(parts[0].shape[0], rows.length, dtype=torch.bool, device=device)
             prompt = prompt.index_fill(1, suffix.index, False)
+            self._count_full(call, rows.length - suffix.index.numel())
             return santa_attention(parts, rows, prompt, suffix, draw, samples=config.teams_per_head, **options)
         teams = cache.grouped.teams
         assert teams is not None
-        if self.layer == 0 and teams.teams <= config.teams_per_head:
-            call.full = True
-            self.controller.full_calls += 1
+        self._count_full(call, teams.teams)
         attend = triton_attention(config.backend, parts, rows, teams)
         if attend is None:
             attend = sampled_attention
             if teams.teams > config.teams_per_head:
                 draw.made = self._noise(call, draw, *parts[0].shape[1:3])
         return attend(parts, rows, teams, suffix, draw, teams_per_head=config.teams_per_head, **options)
+
+    def _count_full(self, call: Call, choices: int) -> None:
+        """Note, once a call, that K covers every team (or row), which makes it dense attention."""
+        if self.layer == 0 and choices <= self.controller.config.teams_per_head:
+            self.controller.full_calls += 1
 
     def _noise(self, call: Call, draw: Draw, groups: int, heads: int) -> Tensor:
         """This layer's draws. The following layers' are made with it: one layer's take more launches than time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,19 +32,6 @@ class Grouped:
     grouping: tuple[Any, ...] | None = None
 
 
-@dataclass
-class BeforeReplay:
-    """How to undo a replay when the next call turns out to continue the same prefill (chunked prefill).
-
-    The dense keys and values of the replayed row are kept, since the replay wrote sparse ones in deeper layers.
-    """
-
-    grouped: Grouped
-    start: int
-    keys: Tensor
-    values: Tensor
-
-
 class TeamLayer(DynamicLayer):
     """A dynamic cache layer whose rows stay in place and which carries the team records of its rows.
 
@@ -55,7 +42,6 @@ class TeamLayer(DynamicLayer):
     Attributes:
         grouped: team records and spans.
         waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
-        prefilling: whether the last call on it was a prefill, which a further call of several tokens continues.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
     """
 
@@ -67,8 +53,6 @@ class TeamLayer(DynamicLayer):
         super().__init__(**kwargs)
         self.grouped = Grouped()
         self.waiting: tuple[int, int] | None = None
-        self.before_replay: BeforeReplay | None = None
-        self.prefilling = False
         self.noise_key: Tensor | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
 
@@ -129,30 +113,19 @@ class TeamLayer(DynamicLayer):
     def hold_back_last(self) -> None:
         """Take the last row out of the cache before its token is replayed (Appendix F).
 
-        Call it before grouping changes ``grouped``; the teams then still list the row, which the replay writes again.
+        The teams, formed before, still list the row, and the replay writes it again.
         """
         self.keys, self.values = self.keys[..., :-1, :], self.values[..., :-1, :]
 
-    def continue_prefill(self) -> None:
-        """Undo the replay of a prefill chunk: its last row becomes the dense one again and its span waits."""
-        undo = self.before_replay
-        if undo is None:
-            return
-        stop = self.get_seq_length()
-        _write(self.keys, stop - 1, undo.keys)
-        _write(self.values, stop - 1, undo.values)
-        self.grouped, self.waiting, self.before_replay = undo.grouped, (undo.start, stop), None
-
     def regroup(self) -> None:
         """Drop the teams; every row up to the present length waits to be grouped anew."""
-        self.grouped, self.before_replay = Grouped(), None
+        self.grouped = Grouped()
         self.waiting = (0, self.get_seq_length()) if self.get_seq_length() else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove rows from the end; below the grouped rows the teams go too, and what is left waits to be grouped."""
         before = self.get_seq_length()
         super().crop(tokens_to_remove)
-        self.before_replay, self.prefilling = None, False  # what follows a crop is no further chunk of a prefill
         length = self.get_seq_length()
         if length == before:
             return
@@ -167,8 +140,7 @@ class TeamLayer(DynamicLayer):
         self.keys = self.values = None
         self.is_initialized = False
         self._buffers = None
-        self.grouped, self.waiting, self.before_replay, self.noise_key = Grouped(), None, None, None
-        self.prefilling = False
+        self.grouped, self.waiting, self.noise_key = Grouped(), None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -195,12 +167,6 @@ class TeamLayer(DynamicLayer):
             self.grouped.teams = self.grouped.teams.select_batch(index)
         if self.noise_key is not None:
             self.noise_key = self.noise_key.index_select(0, index)
-        if self.before_replay is not None:
-            self.before_replay.keys = self.before_replay.keys.index_select(0, index)
-            self.before_replay.values = self.before_replay.values.index_select(0, index)
-            teams = self.before_replay.grouped.teams
-            if teams is not None:
-                self.before_replay.grouped = replace(self.before_replay.grouped, teams=teams.select_batch(index))
 
     def offload(self) -> None:
         raise NotImplementedError("latent_santa keeps a cache on its device: offloaded caches are not supported")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from latent_santa.access import AccessLedger
 from latent_santa.config import SantaConfig
 from latent_santa.noise import noise_keys
 
-from .cache_layer import BeforeReplay, TeamLayer, adopt_cache
+from .cache_layer import TeamLayer, adopt_cache
 from .families import Adapter
 from .grouping import group_waiting
 
@@ -33,7 +34,6 @@ class Call:
         layers: the cache's layers.
         visible: ``(B, L)`` bool over all rows including this call's, or None when all are real.
         step: ``(B,)`` int64, rows that each sequence sees at its last token.
-        full: whether it was sparse and K covered every team, which is dense attention.
         noise: Gumbel draws made ahead, by layer.
     """
 
@@ -41,7 +41,6 @@ class Call:
     layers: Sequence[TeamLayer] = ()
     visible: Tensor | None = None
     step: Tensor | None = None
-    full: bool = False
     noise: dict[int, Tensor] = field(default_factory=dict)
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
@@ -81,12 +80,37 @@ class Controller:
         self.sequence_keys: list[int] | None = None
         self.calls: dict[str, int] = {}
         self.full_calls = 0
-        self.call = Call("uncached")
+        self._thread = threading.local()
         self.shadow = False
         self.shadow_log: dict[int, list[Tensor]] = {}
         names = list(inspect.signature(type(base).forward).parameters)[1:]
         self._names = [n for n in names if n not in ("args", "kwargs")]
-        self._replaying = False
+
+    @property
+    def call(self) -> Call:
+        """The calling thread's present call: threads may generate on one model at the same time."""
+        return getattr(self._thread, "call", None) or Call("uncached")
+
+    @call.setter
+    def call(self, call: Call) -> None:
+        self._thread.call = call
+
+    @property
+    def prefill_target(self) -> int | None:
+        """Rows that a chunked prefill of the calling thread will have cached at its end, or None outside of one."""
+        return getattr(self._thread, "target", None)
+
+    @prefill_target.setter
+    def prefill_target(self, rows: int | None) -> None:
+        self._thread.target = rows
+
+    @property
+    def _replaying(self) -> bool:
+        return getattr(self._thread, "replaying", False)
+
+    @_replaying.setter
+    def _replaying(self, on: bool) -> None:
+        self._thread.replaying = on
 
     def before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """Forward pre-hook of the base model: classify the call and make the cache ready for it."""
@@ -143,32 +167,17 @@ class Controller:
             kind = "prefill"
             for adapter in self.adapters:
                 adapter.forget_weights()
-        elif layers[0].prefilling and new > 1:
+        elif self.prefill_target is not None:
             kind = "prefill"
-            for layer in layers:
-                layer.continue_prefill()
-            if self.call.kind == "replay" and self.call.layers is layers:
-                self._withdraw_replay()
         elif new == 1:
             kind = "dense" if self.config.method == "dense" else "decode"
         else:
             kind = "prefill" if new >= self.config.parent_size else "verify"
-        for layer in layers:
-            layer.prefilling = kind == "prefill"
-            if layer.prefilling:
+        if kind == "prefill":
+            for layer in layers:
                 start = layer.waiting[0] if layer.waiting is not None else held
                 layer.waiting = (start, held + new)
-            else:
-                layer.before_replay = None
         return Call(kind, layers, visible, step)
-
-    def _withdraw_replay(self) -> None:
-        """Take the replay just made out of every count: the prefill went on, so it was no decoding call."""
-        self.access.drop_last_call()
-        self.calls["replay"] -= 1
-        self.full_calls -= self.call.full
-        for errors in self.shadow_log.values() if self.shadow else ():
-            errors.pop()
 
     @staticmethod
     def _visible(mask: Any, batch: int, length: int) -> Tensor | None:
@@ -209,24 +218,21 @@ class Controller:
             return output
         if self.config.first_token == "dense" or self.config.method == "dense":
             return output
-        held = [self._hold_back(layer) for layer in call.layers]
+        if self.prefill_target is not None and call.layers[0].get_seq_length() < self.prefill_target:
+            return output  # another chunk of this prompt follows
         group_waiting(call.layers, self.adapters, call.visible, self.config)
-        for layer, undo in zip(call.layers, held, strict=True):
+        for layer in call.layers:
             layer.hold_back_last()
-            layer.before_replay = undo
         self._begin(Call("replay", call.layers, call.visible, call.step))
         self._replaying = True
         try:
             again = base(**_last_token(kwargs))
+        except BaseException:
+            self.calls["replay"] -= 1
+            raise
         finally:
             self._replaying = False
         return _replace_last(output, again)
-
-    @staticmethod
-    def _hold_back(layer: TeamLayer) -> BeforeReplay:
-        assert layer.waiting is not None
-        start = layer.waiting[0]
-        return BeforeReplay(layer.grouped, start, layer.keys[..., -1:, :].clone(), layer.values[..., -1:, :].clone())
 
 
 def _last_token(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,10 @@ def find_adapters(model: nn.Module) -> list[Adapter]:
         NotImplementedError: remote code, an encoder-decoder, or a layer of a kind that is not supported.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"got {type(model).__name__}, which is no transformers PreTrainedModel; {SUPPORTED}")
+        raise TypeError(
+            f"got {type(model).__name__}, which is no transformers PreTrainedModel; {SUPPORTED}. Of a PEFT or compiled "
+            "wrapper, patch the model inside it"
+        )
     if type(model).__module__.startswith("transformers_modules"):
         raise NotImplementedError(
             f"{type(model).__name__} is remote code from the checkpoint; {SUPPORTED}: load it without trust_remote_code"
@@ -78,6 +81,8 @@ def _adapter(name: str, module: Any) -> Adapter:
         reason = "selects rows with an indexer of its own"
     elif window is not None:
         reason = f"attends through a sliding window of {window} rows"
+    elif getattr(module, "attention_chunk_size", getattr(module.config, "attention_chunk_size", None)) is not None:
+        reason = "attends in chunks of the sequence"
     elif getattr(module, "sinks", None) is not None:
         reason = "has attention sinks, which are no cache rows"
     elif getattr(module, "attn_logit_softcapping", None) is not None:

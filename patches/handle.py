@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import operator
 import warnings
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from .attention import NAME, PatchedLayer, attention_forward
 from .control import Controller
 from .families import base_model, find_adapters
 
+SETTINGS = frozenset(field.name for field in fields(SantaConfig))
 _patched_models = 0
 
 
@@ -38,11 +41,12 @@ def patch(model: PreTrainedModel, config: SantaConfig | None = None, **overrides
         A handle, also a context manager: ``with latent_santa.patch(model, budget=512) as santa: ...``.
 
     Raises:
+        TypeError: ``model`` is no transformers model, or ``config`` no :class:`SantaConfig`.
         ValueError: a setting is invalid.
         RuntimeError: the model is patched already.
         NotImplementedError: the model is of a kind that is not supported; it is left unchanged.
     """
-    settings = (config or SantaConfig()).with_overrides(**overrides)
+    settings = _checked(config, SantaConfig()).with_overrides(**overrides)
     adapters = find_adapters(model)
     if any("_latent_santa" in adapter.module.__dict__ for adapter in adapters):
         raise RuntimeError(
@@ -52,6 +56,12 @@ def patch(model: PreTrainedModel, config: SantaConfig | None = None, **overrides
     for adapter in adapters:
         adapter.check()
     return SantaHandle(model, Controller(base_model(model), adapters, settings))
+
+
+def _checked(config: SantaConfig | None, default: SantaConfig) -> SantaConfig:
+    if config is not None and not isinstance(config, SantaConfig):
+        raise TypeError(f"config is a {type(config).__name__}: give a SantaConfig, or settings by name (budget=256)")
+    return default if config is None else config
 
 
 class SantaHandle:
@@ -86,6 +96,8 @@ class SantaHandle:
         ]
         if hasattr(model, "generate"):
             self._set(model, "generate", self._watched(model.generate))
+        if hasattr(model, "_prefill"):
+            self._set(model, "_prefill", self._chunked(model._prefill))
 
     def _set(self, target: Any, name: str, value: Any) -> None:
         self._undo.append((target, name, name in target.__dict__, target.__dict__.get(name)))
@@ -124,14 +136,19 @@ class SantaHandle:
         """Settings in force; change them with :meth:`configure`."""
         return self._controller.config
 
-    def configure(self, **overrides: Any) -> SantaConfig:
-        """Change settings between generations, without patching again.
+    def configure(self, config: SantaConfig | None = None, **overrides: Any) -> SantaConfig:
+        """Change settings between generations, without patching again: some by name, or all by a new configuration.
 
         Decode settings apply to the next call, the seed to caches filled from now on. When a setting that shapes teams
         changes, a cache that is already grouped is grouped anew at its next sparse call.
         """
-        self._controller.config = self.config.with_overrides(**overrides)
+        self._controller.config = _checked(config, self.config).with_overrides(**overrides)
         return self.config
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS:
+            raise AttributeError(f"{name} is a setting: change it with configure({name}={value!r})")
+        super().__setattr__(name, value)
 
     @property
     def sequence_keys(self) -> list[int] | None:
@@ -139,7 +156,10 @@ class SantaHandle:
 
     @sequence_keys.setter
     def sequence_keys(self, keys: list[int] | None) -> None:
-        self._controller.sequence_keys = None if keys is None else [int(key) for key in keys]
+        try:
+            self._controller.sequence_keys = None if keys is None else [operator.index(key) for key in keys]
+        except TypeError as error:
+            raise TypeError(f"sequence_keys={keys!r}: give a list of integers, one a sequence, or None") from error
 
     @property
     def access(self) -> AccessLedger:
@@ -193,6 +213,11 @@ class SantaHandle:
         log = self._controller.shadow_log
         if not log:
             return torch.empty(0, 0, 0)
+        sizes = sorted({errors.numel() for calls in log.values() for errors in calls})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"calls with batch sizes {sizes} were recorded; shadow_errors needs one: reset() in between"
+            )
         return torch.stack([torch.stack(log[layer]).cpu() for layer in sorted(log)])
 
     def prepare(self, cache: Any, attention_mask: torch.Tensor | None = None) -> None:
@@ -245,10 +270,17 @@ class SantaHandle:
         return f"<SantaHandle of {type(self.model).__name__}: {state}, {self.config}>"
 
     def _watched(self, generate: Any) -> Any:
-        """``generate`` that says so when nothing in it was sparse."""
+        """``generate`` that refuses caches it cannot use at once, and says so when nothing in it was sparse."""
 
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            asked = kwargs.get("generation_config") or getattr(self.model, "generation_config", None)
+            kind = kwargs.get("cache_implementation") or getattr(asked, "cache_implementation", None)
+            if kind not in (None, "dynamic", "dynamic_full"):
+                raise NotImplementedError(
+                    f"cache_implementation={kind!r}: supported is DynamicCache, what generate() makes by default; leave "
+                    "the option out"
+                )
             calls = self._controller.calls
             before = dict(calls)
             result = generate(*args, **kwargs)
@@ -261,12 +293,34 @@ class SantaHandle:
 
         return watched
 
+    def _chunked(self, prefill: Any) -> Any:
+        """``_prefill`` that tells the controller where a prompt given in chunks ends.
+
+        A chunk looks like any other call; only generate() knows that more follow. The rows of all of them are grouped
+        together, and only the last chunk's last token is replayed.
+        """
+
+        @functools.wraps(prefill)
+        def chunked(
+            input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            if generation_config.prefill_chunk_size is None:
+                return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+            mask = model_kwargs.get("attention_mask")
+            self._controller.prefill_target = input_ids.shape[1] if mask is None else mask.shape[1]
+            try:
+                return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+            finally:
+                self._controller.prefill_target = None
+
+        return chunked
+
 
 def _why_dense(made: dict[str, int]) -> str:
     if made.get("uncached"):
         return "it ran without a cache (use_cache=False), so there are no rows to group"
     if made.get("verify"):
-        return "drafts were verified several tokens at a time, and such calls attend densely"
+        return "it made calls of several tokens only (drafts, or a turn of fewer than P tokens), which attend densely"
     return "it made no single-token call on a filled cache, and first_token='dense' replays nothing"
 
 

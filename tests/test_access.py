@@ -194,24 +194,6 @@ def test_long_runs_are_packed_without_losing_a_call():
     assert [row["calls"] for row in ledger.per_layer()] == [calls, calls]
 
 
-def test_drop_last_call():
-    """Every layer's last call goes, out of a packed stretch too; the calls before it and after it stay."""
-    ledger, one = AccessLedger(), torch.ones(1, 1, dtype=torch.int64)
-    for step in range(PACK + 1):  # the last 256 are now packed together
-        for layer in (0, 1):
-            ledger.record(layer, MLA_UNIT, one, step * one, one, one)
-    ledger.drop_last_call()
-    assert [row["union"] for row in ledger.per_step()] == [2 * step for step in range(PACK)]
-    ledger.record(0, MLA_UNIT, one, 7 * one, one, one)
-    ledger.record(1, MLA_UNIT, one, 8 * one, one, one)
-    assert ledger.per_step()[-1]["union"] == 15 and len(ledger.per_step()) == PACK + 1
-    ledger.reset()
-    ledger.drop_last_call()
-    ledger.record(0, MLA_UNIT, one, one, one, one)
-    ledger.drop_last_call()
-    assert math.isnan(ledger.percent) and ledger.per_layer() == []
-
-
 def test_steps_keep_their_order_when_settings_change():
     """Call numbers follow the calls, whichever unit they were counted in."""
     ledger, one = AccessLedger(), torch.ones(1, 1, dtype=torch.int64)

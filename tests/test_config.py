@@ -63,7 +63,6 @@ RULES = [
     ({"kmeans_seed": 2**32}, f"kmeans_seed={2**32}", "below 2**32"),
     ({"representatives": 3}, "representatives=3", "P must be divisible by R, and parent_size=16"),
     ({"parent_size": 4, "representatives": 8}, "representatives=8", "P must be divisible by R, and parent_size=4"),
-    ({"method": "santa", "representatives": 5}, "representatives=5", "P must be divisible by R"),
     ({"budget": 510}, "budget=510", "S must be divisible by P/R = 4"),
     ({"parent_size": 32, "budget": 4}, "budget=4", "S must be divisible by P/R = 8"),
     ({"method": "centroid", "budget": 15}, "budget=15", "at least B = parent_size = 16"),

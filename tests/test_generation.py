@@ -259,31 +259,6 @@ def test_chunked_prefill_is_the_prefill_in_one(model, parents, size, first_token
         assert santa.shadow_errors().shape == errors.shape
 
 
-def test_a_second_turn_in_chunks_is_the_turn_in_one(model):
-    turn, name = prompt(30, seed=1), cache_name(model)
-    with latent_santa.patch(model, **SMALL) as santa, torch.no_grad():
-        scores, counts, spans = [], [], []
-        for chunks in ((30,), (16, 14)):
-            cache = decode_by_hand(model, prompt(40), 5)[2]
-            santa.reset()
-            for ids in (*turn.split(chunks, 1), prompt(1), prompt(1)):
-                output = model(ids, **{name: cache}).logits[:, -1]
-            scores.append(output)
-            counts.append(santa.access.as_dict())
-            spans.append([(layer.grouped.exact, layer.grouped.stop) for layer in cache.layers])
-    assert_close(scores[1:], scores[:1])
-    assert counts[1] == counts[0]
-    assert spans[1] == spans[0] == [(((40, 44),), 74)] * 2
-
-
-def test_last_chunk_of_one_token_is_a_decoding_call(model):
-    with latent_santa.patch(model, **SMALL) as santa:
-        generate(model, prompt(33), 3, prefill_chunk_size=16)
-        assert santa.prefill_calls == 2
-        # 32 rows are grouped and the last of them replayed; the 33rd joins the suffix
-        assert [step["suffix"] // (2 * groups(santa)) for step in santa.access.per_step()] == [0, 1, 2, 3]
-
-
 def groups(santa):
     return 1 if santa.layout == "mla" else 2
 

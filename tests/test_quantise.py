@@ -76,7 +76,13 @@ def test_teams_route_by_quantised_keys(estimator: str) -> None:
     coarse = replace(case.teams, routing_keys=held)
     results = [
         sampled_attention(
-            case.query, case.rows, teams, case.suffix, case.draw, scale=case.scale, teams_per_head=4,
+            case.query,
+            case.rows,
+            teams,
+            case.suffix,
+            case.draw,
+            scale=case.scale,
+            teams_per_head=4,
             estimator=estimator,
         )  # fmt: skip
         for teams in (plain, coarse)

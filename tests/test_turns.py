@@ -1,0 +1,80 @@
+"""Turns, chunks and threads: where one call ends a prompt and where it does not."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import latent_santa
+
+from .tiny_models import cache_name, decode_by_hand, generate, prompt, tiny_model
+
+SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
+EVERY_TEAM = {**SMALL, "budget": 4096}
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2-yarn", "qwen2"])
+def model(request):
+    return tiny_model(request.param)
+
+
+def test_calls_of_many_tokens_by_hand_are_turns(model):
+    """Only generate() knows of chunks: by hand, each call of P tokens or more is grouped and its last token replayed."""
+    turn, name = prompt(30, seed=1), cache_name(model)
+    with torch.no_grad():
+        wanted = model(turn, **{name: decode_by_hand(model, prompt(40), 5)[2]}).logits[:, -1]
+    for settings in (SMALL, EVERY_TEAM):
+        with latent_santa.patch(model, **settings) as santa, torch.no_grad():
+            cache = decode_by_hand(model, prompt(40), 5)[2]
+            santa.reset()
+            found = [model(ids, **{name: cache}).logits[:, -1] for ids in turn.split((16, 14), 1)][-1]
+            assert [(layer.grouped.exact, layer.grouped.stop) for layer in cache.layers] == [(((40, 44),), 74)] * 2
+            assert (santa.prefill_calls, santa.sparse_calls) == (2, 2)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)  # under EVERY_TEAM, the last of the two
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 32])
+def test_a_last_chunk_of_one_token_changes_nothing(model, chunk):
+    with latent_santa.patch(model, **SMALL) as santa:
+        tokens = generate(model, prompt(33), 3).sequences
+        whole = santa.access.as_dict()
+        santa.reset()
+        assert generate(model, prompt(33), 3, prefill_chunk_size=chunk).sequences.equal(tokens)
+        assert santa.access.as_dict() == whole
+
+
+def test_patched_then_unpatched_then_patched_again_on_one_cache(model):
+    ids, name = prompt(90), cache_name(model)
+    with torch.no_grad():
+        wanted = model(ids).logits[:, -1]
+        cache = DynamicCache(config=model.config)
+        with latent_santa.patch(model, **EVERY_TEAM):
+            model(ids[:, :60], **{name: cache})
+        for place in range(60, 64):
+            model(ids[:, place : place + 1], **{name: cache})
+        with latent_santa.patch(model, **EVERY_TEAM):
+            found = model(ids[:, 64:], **{name: cache}).logits[:, -1]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_every_generation_on_a_cache_counts_and_a_reset_between_calls_is_harmless(model):
+    ids, name = prompt(90), cache_name(model)
+    cache = DynamicCache(config=model.config)
+    with latent_santa.patch(model, **SMALL) as santa:
+        first = model.generate(ids[:, :60], max_new_tokens=1, do_sample=False, **{name: cache})
+        santa.reset()
+        longer = torch.cat((first, ids[:, 61:]), 1)
+        model.generate(longer, max_new_tokens=1, do_sample=False, **{name: cache})
+        assert (santa.prefill_calls, santa.sparse_calls) == (1, 1) and santa.access.totals()["calls"] == santa.layers
+
+
+def test_two_threads_generate_on_one_model(model):
+    prompts = [prompt(60, seed=seed) for seed in (1, 2)]
+    with latent_santa.patch(model, **SMALL):
+        wanted = [generate(model, ids, 6).sequences for ids in prompts]
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda ids: [generate(model, ids, 6).sequences for _ in range(4)], prompts))
+    assert all(each.equal(tokens) for group, tokens in zip(found, wanted, strict=True) for each in group)
