@@ -59,6 +59,26 @@ class Condition:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+def checked_config(device: str, **settings: Any) -> SantaConfig:
+    """A configuration whose values and backend are known to be right for ``device``, before anything long begins.
+
+    Raises EvalError naming what is wrong.
+    """
+    try:
+        config = SantaConfig(**settings)
+    except ValueError as error:
+        raise EvalError(str(error)) from error
+    if config.backend == "triton":
+        import torch
+
+        from latent_santa import kernels
+
+        reason = kernels.unavailable(torch.device(device))
+        if reason:
+            raise EvalError(f"--backend triton cannot run here: {reason}; use --backend torch")
+    return config
+
+
 def condition_from_dict(data: dict[str, Any]) -> Condition:
     """The inverse of `dataclasses.asdict`."""
     return Condition(**data)

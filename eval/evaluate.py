@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
+from latent_santa.config import SantaConfig
 from latent_santa.eval import freeze, models, report, tables
-from latent_santa.eval.conditions import Condition, expand
+from latent_santa.eval.conditions import Condition, checked_config, expand
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.paper_tables import MEAN
 from latent_santa.eval.processes import join
@@ -47,6 +48,7 @@ class Evaluation:
         conditions = expand(args.methods, args.budgets, args.estimators, args.parents, args.teams, args.centroid_sizes)
         if not args.dry_run:
             spec.check()
+        base_config(args, spec)
         config = models.load_config(spec)
         tokenizer = models.load_tokenizer(spec)
         renderer = Renderer(tokenizer, args.answer_prefix, args.chat_template)
@@ -172,22 +174,14 @@ class Evaluation:
         wanted = {prompt.row.id for prompt in store.prompts()[processes.rank :: processes.world]}
         if all(_complete(store, condition, wanted) for condition in self.conditions):
             return
-        from latent_santa import SantaConfig, patch
+        from latent_santa import patch
 
         loaded = models.load(self.spec, self.tokenizer, processes.local_rank)
         if self.spec.quant != "none" and processes.first:
             counts = "{quantised_layers} of {linear_layers}".format_map(loaded.facts)
             self.console.print(f"{self.spec.quant}: {counts} linear layers are quantised", highlight=False)
-        config = SantaConfig(
-            method="dense",
-            seed=self.args.seed,
-            kmeans_seed=self.args.kmeans_seed,
-            kmeans_engine=self.args.kmeans_engine,
-            noise=self.args.noise,
-            backend=self.args.backend,
-        )
         try:
-            handle = patch(loaded.model, config)
+            handle = patch(loaded.model, base_config(self.args, self.spec))
         except NotImplementedError as error:
             raise EvalError(f"--model {self.spec.name}: {error}") from error
         with handle:
@@ -250,3 +244,9 @@ def show(summary: dict[str, Any], directory: Path, notes: list[str]) -> None:
     console.print(
         f"All tables: {directory / 'table.md'}; report {directory} rebuilds them.", markup=False, highlight=False
     )
+
+
+def base_config(args: argparse.Namespace, spec: models.ModelSpec) -> SantaConfig:
+    """What all conditions of a run share. Raises EvalError."""
+    names = ("seed", "kmeans_seed", "kmeans_engine", "noise", "backend")
+    return checked_config(spec.resolved_device(), method="dense", **{name: getattr(args, name) for name in names})

@@ -23,7 +23,7 @@ class Interval:
 
     @property
     def half(self) -> float:
-        """Half the span of the interval, the paper's +- entry."""
+        """Half the span of the interval, the paper's +- entry. 0 where all resampled scores are equal."""
         return (self.high - self.low) / 2
 
 

@@ -25,8 +25,21 @@ def has_paper_values(summary: dict[str, Any]) -> bool:
     return any(cell["paper"] for row in summary["conditions"] for cell in row["cells"].values())
 
 
-def cells(row: dict[str, Any], column: str, paper: bool) -> list[str]:
-    """The texts of one line."""
+def _with_half(score: dict[str, float] | None, single: bool) -> str:
+    """A score with its half-span; resampling a single prompt has no meaning, so then without."""
+    if not score:
+        return "-"
+    return f"{score['value']:.2f}" + ("" if single else f" ± {score['half']:.2f}")
+
+
+def _with_span(difference: dict[str, float] | None, single: bool) -> str:
+    if not difference:
+        return "-"
+    return f"{difference['value']:+.2f}" + ("" if single else f" [{difference['low']:+.2f}, {difference['high']:+.2f}]")
+
+
+def cells(row: dict[str, Any], column: str, paper: bool, single: bool) -> list[str]:
+    """The texts of one line; `single` says that a task has one prompt only."""
     cell = row["cells"][column]
     score, difference, value = cell["score"], cell["difference"], cell["paper"]
     texts = [
@@ -35,8 +48,8 @@ def cells(row: dict[str, Any], column: str, paper: bool) -> list[str]:
         _number(cell["access"]),
         _number(cell["access_without_routing"]),
         _number(cell["retained"]),
-        f"{score['value']:.2f} ± {score['half']:.2f}" if score else "-",
-        f"{difference['value']:+.2f} [{difference['low']:+.2f}, {difference['high']:+.2f}]" if difference else "-",
+        _with_half(score, single),
+        _with_span(difference, single),
     ]
     if paper:
         texts += [_number(value["access"]), f"{value['score']:.2f} ± {value['half']:.2f}"] if value else ["-", "-"]
@@ -116,7 +129,7 @@ def markdown(summary: dict[str, Any]) -> str:
     header = [*COLUMNS, *(PAPER_COLUMNS if paper else ())]
     parts = [f"# {summary['model']} at {summary['length']} tokens\n\nPrompts: {summary['data']}.\n"]
     for column in columns_of(summary):
-        body = [cells(row, column, paper) for row in summary["conditions"]]
+        body = [cells(row, column, paper, summary["n"] == 1) for row in summary["conditions"]]
         parts.append(f"\n## {title(summary, column)}\n\n{_markdown_table(header, body)}")
     parts.append(_needed(summary))
     parts.append("\n## Notes\n\n" + "".join(f"- {note}\n" for note in notes(summary)))
@@ -159,5 +172,5 @@ def terminal(summary: dict[str, Any], column: str) -> Table:
     paper = has_paper_values(summary)
     table = plain_table(title(summary, column), [*COLUMNS, *(PAPER_COLUMNS if paper else ())])
     for row in summary["conditions"]:
-        table.add_row(*cells(row, column, paper))
+        table.add_row(*cells(row, column, paper, summary["n"] == 1))
     return table

@@ -278,8 +278,8 @@ class SantaHandle:
             kind = kwargs.get("cache_implementation") or getattr(asked, "cache_implementation", None)
             if kind not in (None, "dynamic", "dynamic_full"):
                 raise NotImplementedError(
-                    f"cache_implementation={kind!r}: supported is DynamicCache, what generate() makes by default; leave "
-                    "the option out"
+                    f"cache_implementation={kind!r}: supported is DynamicCache, what generate() makes by default; "
+                    "leave the option out"
                 )
             calls = self._controller.calls
             before = dict(calls)

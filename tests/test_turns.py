@@ -22,7 +22,7 @@ def model(request):
 
 
 def test_calls_of_many_tokens_by_hand_are_turns(model):
-    """Only generate() knows of chunks: by hand, each call of P tokens or more is grouped and its last token replayed."""
+    """Only generate() knows of chunks: by hand, a call of P tokens or more is grouped and its last token replayed."""
     turn, name = prompt(30, seed=1), cache_name(model)
     with torch.no_grad():
         wanted = model(turn, **{name: decode_by_hand(model, prompt(40), 5)[2]}).logits[:, -1]

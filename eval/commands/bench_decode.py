@@ -42,13 +42,16 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    jobs = _settings(args)
-    batches, contexts = _integers("--batch", args.batch), _integers("--context", args.context)
     import torch
 
     from latent_santa.eval.decode_bench import SHAPES, measure, random_model
+    from latent_santa.eval.errors import EvalError
 
     device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    jobs = _settings(args, device)
+    batches, contexts = _integers("--batch", args.batch), _integers("--context", args.context)
+    if min(args.steps, args.repeats, args.layers or 1) < 1:
+        raise EvalError("--steps, --repeats and --layers must be at least 1")
     if args.layers:
         SHAPES[args.shape]["num_hidden_layers"] = args.layers
     facts = _facts(args, device)
@@ -79,10 +82,9 @@ def _integers(option: str, text: str) -> list[int]:
     return numbers
 
 
-def _settings(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _settings(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     """Every combination of parents, estimator and backend, checked."""
-    from latent_santa.config import SantaConfig
-    from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.conditions import checked_config
 
     settings = [
         {"parents": parents, "estimator": estimator, "backend": backend, "budget": args.budget}
@@ -91,10 +93,7 @@ def _settings(args: argparse.Namespace) -> list[dict[str, Any]]:
         for backend in args.backend.split(",")
     ]
     for setting in settings:
-        try:
-            SantaConfig(**setting)
-        except ValueError as error:
-            raise EvalError(str(error)) from error
+        checked_config(device, **setting)
     return settings
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     import latent_santa
     from latent_santa.eval.comparison import Outcome, run_condition
-    from latent_santa.eval.conditions import expand
+    from latent_santa.eval.conditions import checked_config, expand
     from latent_santa.eval.errors import EvalError
     from latent_santa.eval.generation import make_greedy
     from latent_santa.eval.models import context_limit, load, load_tokenizer
@@ -77,6 +77,11 @@ def run(args: argparse.Namespace) -> int:
         [(args.parent_size, args.representatives)],
         [args.parent_size],
     )
+    config = checked_config(spec.resolved_device(), seed=args.seed, noise=args.noise, backend=args.backend)
+    if min(args.max_new_tokens, args.length, args.prompt_number + 1) < 1:
+        raise EvalError("--max-new-tokens and --length must be at least 1, and --prompt-number at least 0")
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        raise EvalError(f"--json {args.json}: no such directory: {args.json.resolve().parent}")
     tokenizer = load_tokenizer(spec)
     ids, references = _prompt(args, spec, tokenizer)
     with console.status(f"loading {spec.name}") if console.is_terminal else _Silent():
@@ -90,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     make_greedy(model, tokenizer)
     outcomes: list[Outcome] = []
     with (
-        latent_santa.patch(model, seed=args.seed, noise=args.noise, backend=args.backend) as santa,
+        latent_santa.patch(model, config) as santa,
         Progress(console) as bar,
     ):
         bar.stage("settings", len(conditions))

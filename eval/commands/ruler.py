@@ -12,8 +12,14 @@ from typing import Any
 from latent_santa.eval.errors import EvalError
 
 # What the options mean when they are not given. The tiny model's are a first look of about three minutes on two cores.
-DEFAULTS = {"length": 8192, "tasks": "mla3", "n": 50, "budgets": "128,256,512,1024"}
-TINY_DEFAULTS = {"length": 2048, "tasks": "multivalue,fwe,facts,multikey_hard", "n": 4, "budgets": "8,32,128"}
+DEFAULTS = {"length": 8192, "tasks": "mla3", "n": 50, "budgets": "128,256,512,1024", "parents": "kmeans"}
+TINY_DEFAULTS = {
+    "length": 2048,
+    "tasks": "multivalue,fwe,facts,multikey_hard",
+    "n": 4,
+    "budgets": "8,32,128",
+    "parents": "contiguous",  # scikit-learn's k-means would take most of a short run
+}
 
 
 def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -56,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     add("--methods", type=_list(str), default=["dense", "santa++"], help="dense,santa,santa++,centroid (dense,santa++)")
     add("--budgets", help="nominal budgets S (128,256,512,1024; builtin:tiny 8,32,128)")
     add("--estimators", type=_list(str), default=["per_head", "pooled"], help="per_head,pooled (both)")
-    add("--parents", type=_list(str), default=["kmeans"], help="kmeans,contiguous (kmeans)")
+    add("--parents", help="kmeans, contiguous or both (kmeans; builtin:tiny contiguous)")
     add("--parent-size", type=int, default=16, help="P (16)")
     add("--representatives", type=int, default=4, help="R (4)")
     add("--teams", type=_list(_team), help="several P/R at once, as 16/4,16/1; instead of the two options above")
@@ -112,6 +118,7 @@ def fill_defaults(args: argparse.Namespace) -> argparse.Namespace:
         filled.budgets = _list(int)(filled.budgets)
     except ValueError as error:
         raise EvalError(f"--budgets {filled.budgets}: give numbers such as 128,256") from error
+    filled.parents = _list(str)(filled.parents)
     filled.teams = filled.teams or [(filled.parent_size, filled.representatives)]
     for name in ("length", "n"):
         if getattr(filled, name) < 1:

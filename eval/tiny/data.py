@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 from collections.abc import Callable
 from pathlib import Path
+from queue import Full
 from random import Random
 from typing import Any, NamedTuple
 
@@ -95,6 +96,15 @@ class Feed:
 
 def _work(make: Callable[[int, float], Batch], queue: Any, progress: Any, number: int, stride: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    parent = os.getppid()
     while True:
-        queue.put(make(number, progress.value))
+        batch = make(number, progress.value)
+        while True:  # a parent that was killed cannot stop its workers: they notice
+            try:
+                queue.put(batch, timeout=5)
+                break
+            except Full:
+                if os.getppid() != parent:
+                    queue.cancel_join_thread()
+                    return
         number += stride

@@ -263,7 +263,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--longest", type=int, help="leave out longer sequences (tokens)")
     add("--save-every", type=float, default=60.0, help="seconds between checkpoints (default 60)")
     add("--probe", type=int, default=0, help="once a minute, log exact answers at 1K on this many prompts a task")
-    train(Settings(**vars(parser.parse_args(argv))))
+    args = parser.parse_args(argv)
+    if args.steps < 0 or args.seconds <= 0:
+        parser.error("--steps must be 0 (then --seconds counts) or more, and --seconds more than 0")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here; on a CPU try --device cpu --small --tokens 1088 --workers 0 --steps 60")
+    train(Settings(**vars(args)))
     return 0
 
 
