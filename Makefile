@@ -31,7 +31,7 @@ real: $(VENV)/.run
 	@test -n "$(MLA)$(GQA)" || { echo "give MLA=PATH, GQA=PATH or both: checkpoints of the two kinds"; exit 2; }
 	for model in $(MLA) $(GQA); do \
 	  $(BIN)/latent-santa check --model $$model && \
-	  $(BIN)/latent-santa compare --model $$model --length 3072 --budgets 128,512 --estimator per_head,pooled || exit 1; \
+	  $(BIN)/latent-santa compare --model $$model --length 2304 --max-new-tokens 40 --budgets 128,512 --estimator per_head,pooled || exit 1; \
 	done
 
 # needs one CUDA device; uses the python that is given

@@ -10,6 +10,7 @@ from typing import Any
 from latent_santa.eval.model_options import add_model_options, model_spec
 
 PLANTED = {True: "multivalue", False: "niah_multivalue"}
+BUDGETS = {True: "8,32,128", False: "128,256,512"}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,7 +35,9 @@ def add_parser(subparsers: Any) -> None:
     prompt.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate")
     method = parser.add_argument_group("method (Section 2, Appendix A)")
     method.add_argument("--methods", default="dense,santa++", help="of dense, santa++, santa, centroid")
-    method.add_argument("--budgets", default="128,256,512", help="S, nominal budgets; K = S / (P / R) teams a head")
+    method.add_argument(
+        "--budgets", help="S, nominal budgets; K = S / (P / R) teams a head; builtin:tiny 8,32,128, else 128,256,512"
+    )
     method.add_argument(
         "--estimator", default="per_head,pooled", help="whose teams a head uses: its own, or the union's"
     )
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         console = Console(width=140)  # a table in a log is not folded to 80 columns
     spec = model_spec(args)
     try:
-        budgets = [int(part) for part in args.budgets.split(",")]
+        budgets = [int(part) for part in (args.budgets or BUDGETS[spec.tiny]).split(",")]
     except ValueError as error:
         raise EvalError(f"--budgets {args.budgets}: give integers separated by commas") from error
     methods = args.methods.split(",")
