@@ -75,8 +75,8 @@ def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams) -> str | No
         return f"values have {values.shape[-1]} dimensions: the kernels take at most {MOST_VALUE_DIMS}"
     if len(rows.keys) == 2 and values is not rows.keys[0] and values.data_ptr() != rows.keys[0].data_ptr():
         return "two key parts with separate values: the kernels take two parts only where the values are the first one"
-    for i, part in enumerate(teams.routing_keys):
-        if not isinstance(part, QuantisedKeys) and (part.dtype != values.dtype or part.stride(-1) != 1):
+    for i, routed in enumerate(teams.routing_keys):
+        if not isinstance(routed, QuantisedKeys) and (routed.dtype != values.dtype or routed.stride(-1) != 1):
             return f"routing key part {i} must be contiguous {values.dtype}, like the rows, or QuantisedKeys"
     if query[0].shape[2] >= MOST_HEADS:
         return f"{query[0].shape[2]} query heads a group: the noise counter holds fewer than {MOST_HEADS}"

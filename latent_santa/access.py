@@ -19,11 +19,15 @@ class Unit:
 
     GQA reads a key and a value per attended row and a key per representative (Equation 13); SANTA's full key scan
     pays a key per row and then a value per sampled row. In MLA one row is one unit in either pass (Equation 14).
+    The bytes are those of one such row in memory; routing keys may be held in fewer bits than the cache.
     """
 
     routing: int
     row: int
     dense: int
+    routing_bytes: int = 0
+    row_bytes: int = 0
+    dense_bytes: int = 0
 
 
 MLA_UNIT = Unit(1, 1, 1)
@@ -66,8 +70,8 @@ class AccessLedger:
                     number += 1
 
     def totals(self) -> dict[str, int]:
-        """Summed counts: ``calls``, the four row counts, and the equation's parts in its own units:
-        ``routing_read``, ``row_read``, ``numerator`` and ``denominator``."""
+        """Summed counts: ``calls``, the four row counts, the equation's parts in its own units (``routing_read``,
+        ``row_read``, ``numerator`` and ``denominator``), and beside them ``bytes`` and ``dense_bytes``."""
         return _sum((unit, entry) for _, _, unit, entry in self._entries())
 
     @property
@@ -122,6 +126,7 @@ class AccessLedger:
 
 def _sum(entries: Any) -> dict[str, int]:
     total = dict.fromkeys(("calls", *FIELDS, "routing_read", "row_read", "numerator", "denominator"), 0)
+    total |= {"bytes": 0, "dense_bytes": 0}
     for unit, entry in entries:
         routing, union, suffix, dense = entry.flatten(1).sum(1).tolist()
         total["calls"] += 1
@@ -130,6 +135,8 @@ def _sum(entries: Any) -> dict[str, int]:
         total["routing_read"] += unit.routing * routing
         total["row_read"] += unit.row * (union + suffix)
         total["denominator"] += unit.dense * dense
+        total["bytes"] += unit.routing_bytes * routing + unit.row_bytes * (union + suffix)
+        total["dense_bytes"] += unit.dense_bytes * dense
     total["numerator"] = total["routing_read"] + total["row_read"]
     return total
 
@@ -141,9 +148,10 @@ def _percent(total: dict[str, int], part: str) -> float:
 def _with_percent(total: dict[str, int]) -> dict[str, Any]:
     # JSON has no NaN: an empty ledger has no percentage
     if not total["denominator"]:
-        return {**total, "percent": None, "percent_without_routing": None}
+        return {**total, "percent": None, "percent_without_routing": None, "bytes_percent": None}
     return {
         **total,
         "percent": _percent(total, "numerator"),
         "percent_without_routing": _percent(total, "row_read"),
+        "bytes_percent": 100 * total["bytes"] / total["dense_bytes"] if total["dense_bytes"] else None,
     }

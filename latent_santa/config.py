@@ -12,6 +12,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "estimator": ("per_head", "pooled"),
     "noise": ("independent", "shared"),
     "kmeans_engine": ("auto", "sklearn", "torch"),
+    "routing_dtype": ("model", "int8", "int4"),
     "backend": ("auto", "torch", "triton"),
     "first_token": ("replay", "dense"),
 }
@@ -38,6 +39,8 @@ class SantaConfig:
         kmeans_seed: seed of the k-means parents, below 2**32.
         kmeans_engine: ``"sklearn"`` is the reference, ``"torch"`` the batched engine; ``"auto"`` takes PyTorch for
             rows on a GPU.
+        routing_dtype: how frozen routing keys are kept: in the cache's dtype (``"model"``), or in ``"int8"`` or
+            ``"int4"`` codes (:mod:`latent_santa.quantise`), which routing then reads. The sums stay unbiased.
         backend: ``"torch"``, ``"triton"``, or ``"auto"``: Triton for rows on a GPU where its kernels can run and have
             been tested on one, else PyTorch.
         first_token: ``"replay"`` runs the last prompt token again through sparse attention (Appendix F);
@@ -57,6 +60,7 @@ class SantaConfig:
     seed: int = 0
     kmeans_seed: int = 0
     kmeans_engine: str = "auto"
+    routing_dtype: str = "model"
     backend: str = "auto"
     first_token: str = "replay"
 
@@ -112,7 +116,7 @@ class SantaConfig:
             return (self.method,)
         kmeans = (self.kmeans_seed, self.kmeans_engine) if self.parents == "kmeans" else ()
         size = (self.parent_size,) if self.method == "centroid" else (self.parent_size, self.representatives)
-        return (self.method, self.parents, *size, *kmeans)
+        return (self.method, self.parents, *size, *kmeans, self.routing_dtype)
 
     def with_overrides(self, **overrides: Any) -> SantaConfig:
         """Return a checked copy with some fields changed.

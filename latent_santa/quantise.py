@@ -8,6 +8,7 @@ code stands for is code times scale, rounded to the cache's dtype, in every back
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,14 +58,17 @@ class QuantisedKeys:
         """The values in float32, which is all that :func:`latent_santa.rows.scores` asks of a key part."""
         return self.dequantise().float()
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantisedKeys:
+        """The keys with ``change``, which touches no dimension but the first three, applied to codes and scales."""
+        return replace(self, codes=change(self.codes), scales=change(self.scales))
+
     def index_select(self, dim: int, index: Tensor) -> QuantisedKeys:
         """As ``Tensor.index_select`` for the batch, group or team dimension."""
-        picked = self.codes.index_select(dim, index), self.scales.index_select(dim, index)
-        return replace(self, codes=picked[0], scales=picked[1])
+        return self.mapped(lambda part: part.index_select(dim, index))
 
     def to(self, device: torch.device | str) -> QuantisedKeys:
         """The same codes on another device."""
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
+        return self.mapped(lambda part: part.to(device))
 
     def bytes(self) -> int:
         """Memory held, which is also what a routing pass reads."""
@@ -76,6 +80,9 @@ class QuantisedKeys:
 
     def element_size(self) -> int:
         return 1
+
+
+KeyPart = Tensor | QuantisedKeys
 
 
 def scale_group(dims: int, routing_dtype: str) -> int:
@@ -125,8 +132,8 @@ def quantise(keys: Tensor, routing_dtype: str, group: int | None = None) -> Quan
     return QuantisedKeys(codes.contiguous(), scales.contiguous(), bits, group, keys.dtype)
 
 
-def quantise_parts(keys: tuple[Tensor, ...], routing_dtype: str) -> tuple[Tensor | QuantisedKeys, ...]:
+def quantise_parts(keys: tuple[KeyPart, ...], routing_dtype: str) -> tuple[KeyPart, ...]:
     """All parts of the routing keys; ``"model"`` keeps them as they are."""
     if routing_dtype == "model":
         return keys
-    return tuple(quantise(part, routing_dtype) for part in keys)
+    return tuple(part if isinstance(part, QuantisedKeys) else quantise(part, routing_dtype) for part in keys)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .quantise import KeyPart
+
 
 @dataclass
 class Rows:
@@ -38,12 +40,12 @@ class Rows:
         return Rows(keys, values)
 
 
-def scores(query: tuple[Tensor, ...], keys: tuple[Tensor, ...], scale: float) -> Tensor:
+def scores(query: tuple[Tensor, ...], keys: tuple[KeyPart, ...], scale: float) -> Tensor:
     """Scaled query-key scores in float32 (Equation 1), or float64 when the parts are float64.
 
     Args:
         query: parts ``(B, G, H, D_i)``, matching ``keys``.
-        keys: parts ``(B, G, N, D_i)``.
+        keys: parts ``(B, G, N, D_i)``, or routing keys in integer codes.
         scale: the attention module's own scaling, YaRN factors included.
 
     Returns:
@@ -51,9 +53,8 @@ def scores(query: tuple[Tensor, ...], keys: tuple[Tensor, ...], scale: float) ->
     """
     total = None
     for q, k in zip(query, keys, strict=True):
-        if q.dtype != torch.float64:
-            q, k = q.float(), k.float()
-        part = q @ k.transpose(-1, -2)
+        exact = k if isinstance(k, Tensor) and q.dtype == torch.float64 else k.float()
+        part = (q if q.dtype == torch.float64 else q.float()) @ exact.transpose(-1, -2)
         total = part if total is None else total + part
     assert total is not None, "a query has at least one part"
     return total * scale

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .quantise import KeyPart, QuantisedKeys
 from .rows import Rows
 
 # numbers in one piece of rows whose distances are formed at once
@@ -24,8 +25,8 @@ class Teams:
         sizes: ``(B, G, M)`` int32, n_g; 0 marks a padding team.
         count: ``(B, G)`` int32, real teams.
         team_of_row: ``(B, G, N)`` int32, the row's team; -1 for a row in no team.
-        routing_keys: parts ``(B, G, M, D_i)`` in the cache's dtype: frozen copies of the representatives' keys, or
-            mean keys for centroid routing.
+        routing_keys: parts ``(B, G, M, D_i)`` in the cache's dtype or in integer codes: frozen copies of the
+            representatives' keys, or mean keys for centroid routing.
         representative: ``(B, G, M)`` int32, the representative's row; -1 for padding and for centroids.
         row_bound: for n = 1, ..., M the most rows that n teams of any one sequence and group hold, on the host, so that
             decoding can make room without a synchronisation.
@@ -36,7 +37,7 @@ class Teams:
     sizes: Tensor
     count: Tensor
     team_of_row: Tensor
-    routing_keys: tuple[Tensor, ...]
+    routing_keys: tuple[KeyPart, ...]
     representative: Tensor
     row_bound: list[int]
 
@@ -76,7 +77,9 @@ class Teams:
             sizes=change(self.sizes),
             count=change(self.count),
             team_of_row=change(self.team_of_row),
-            routing_keys=tuple(change(part) for part in self.routing_keys),
+            routing_keys=tuple(
+                part.mapped(change) if isinstance(part, QuantisedKeys) else change(part) for part in self.routing_keys
+            ),
             representative=change(self.representative),
             row_bound=self.row_bound,
         )
@@ -285,6 +288,12 @@ def join_teams(first: Teams, second: Teams) -> Teams:
         out = torch.nn.functional.pad(a, (0, 0, 0, joined.teams + 1 - a.shape[2]), value=unused)
         return out.scatter_(2, place[..., None].expand_as(b), b)[:, :, :-1]
 
-    joined.routing_keys = tuple(merge(a, b) for a, b in zip(first.routing_keys, second.routing_keys, strict=True))
+    def merge_part(a: KeyPart, b: KeyPart) -> KeyPart:
+        if isinstance(a, QuantisedKeys) and isinstance(b, QuantisedKeys):
+            return replace(a, codes=merge(a.codes, b.codes), scales=merge(a.scales, b.scales))
+        assert isinstance(a, Tensor) and isinstance(b, Tensor), "teams of one cache have one routing dtype"
+        return merge(a, b)
+
+    joined.routing_keys = tuple(map(merge_part, first.routing_keys, second.routing_keys))
     joined.representative = merge(first.representative[..., None], second.representative[..., None], -1)[..., 0]
     return joined

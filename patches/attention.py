@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from latent_santa.access import Unit
 from latent_santa.attention import Draw, Output, dense_attention, sampled_attention, santa_attention
 from latent_santa.noise import gumbel_noise
 from latent_santa.rows import Rows
@@ -41,7 +43,7 @@ class PatchedLayer:
         if call.sparse:
             return self._sparse(call, query, key, value, kwargs["scaling"]), None
         if call.counted:
-            self._count_dense(call, key)
+            self._count_dense(call, key, value)
         return self._dense(query, key, value, mask, **kwargs)
 
     def _dense(
@@ -61,7 +63,7 @@ class PatchedLayer:
         rows, parts = self.adapter.rows(key, value), self.adapter.query(query)
         output = self._estimate(call, cache, rows, parts, scale)
         dense = self._dense_counts(call, rows).expand_as(output.union)
-        unit = self.adapter.unit(config.method)
+        unit = self._unit(config.method, rows, cache)
         self.controller.access.record(self.layer, unit, output.routing, output.union, output.suffix, dense)
         if self.controller.shadow:
             self._compare(call, rows, parts, scale, output)
@@ -124,12 +126,27 @@ class PatchedLayer:
         assert step is not None
         return step[:, None]
 
-    def _count_dense(self, call: Call, key: Tensor) -> None:
+    def _unit(self, method: str, rows: Rows, cache: TeamLayer) -> Unit:
+        """What one row and one representative cost here, in the equation's units and in bytes."""
+        key = sum(part.shape[-1] * part.element_size() for part in rows.keys)
+        value = 0 if rows.values is rows.keys[0] else rows.values.shape[-1] * rows.values.element_size()
+        teams = cache.grouped.teams
+        if teams is None:  # SANTA scans keys and then reads values, which in MLA are part of the same row
+            return replace(
+                self.adapter.unit(method), routing_bytes=key, row_bytes=value or key, dense_bytes=key + value
+            )
+        held = sum(part.numel() * part.element_size() for part in teams.routing_keys)
+        routing = held // teams.sizes.numel()
+        return replace(self.adapter.unit(method), routing_bytes=routing, row_bytes=key + value, dense_bytes=key + value)
+
+    def _count_dense(self, call: Call, key: Tensor, value: Tensor) -> None:
         step = call.on("step", key.device)
         assert step is not None
         dense = step[:, None].expand(-1, key.shape[1])
         none = torch.zeros_like(dense)
-        self.controller.access.record(self.layer, self.adapter.unit("dense"), none, dense, none, dense)
+        row = key.shape[-1] * key.element_size() + value.shape[-1] * value.element_size()
+        unit = replace(self.adapter.unit("dense"), row_bytes=row, dense_bytes=row)
+        self.controller.access.record(self.layer, unit, none, dense, none, dense)
 
     def _compare(self, call: Call, rows: Rows, parts: tuple[Tensor, ...], scale: float, output: Output) -> None:
         """Relative error of the estimate against dense attention on the same query and cache, a head at a time."""

@@ -20,6 +20,11 @@ class GqaAdapter:
         self.module = module
         self.group = module.num_key_value_groups
 
+    @property
+    def key_dims(self) -> tuple[int, ...]:
+        """Dimensions of a row's key parts."""
+        return (self.module.head_dim,)
+
     def unit(self, method: str) -> Unit:
         return GQA_SANTA_UNIT if method == "santa" else GQA_UNIT
 

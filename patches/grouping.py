@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from latent_santa.config import SantaConfig
 from latent_santa.parents import form_parents
+from latent_santa.quantise import quantise_parts
 from latent_santa.teams import Teams, build_centroids, form_teams, freeze_representatives, join_teams
 
 from .cache_layer import Grouped, TeamLayer
@@ -64,12 +66,18 @@ def _build(
     rows = [adapters[n].rows(layers[n].keys[:, :, :stop], layers[n].values[:, :, :stop]) for n in numbers]
     parents = form_parents(points, member, config)
     if config.method == "centroid":
-        yield from map(build_centroids, rows, parents)
+        yield from (_quantised(build_centroids(*pair), config) for pair in zip(rows, parents, strict=True))
         return
     for part in _stackable(points):
         # one pass over many layers: their own passes would be too short to fill a GPU
         stacked = form_teams(torch.cat(points[part]), torch.cat(parents[part]), config.representatives)
-        yield from map(freeze_representatives, stacked.split(len(points[part])), rows[part])
+        for teams, layer_rows in zip(stacked.split(len(points[part])), rows[part], strict=True):
+            yield _quantised(freeze_representatives(teams, layer_rows), config)
+
+
+def _quantised(teams: Teams, config: SantaConfig) -> Teams:
+    """The teams with their routing keys in the configured representation."""
+    return replace(teams, routing_keys=quantise_parts(teams.routing_keys, config.routing_dtype))
 
 
 def _stackable(points: list[Tensor]) -> Iterator[slice]:

@@ -18,10 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from latent_santa.access import AccessLedger
 from latent_santa.config import SantaConfig
+from latent_santa.quantise import scale_group
 
 from .attention import NAME, PatchedLayer, attention_forward
 from .control import Controller
-from .families import base_model, find_adapters
+from .families import Adapter, base_model, find_adapters
 
 SETTINGS = frozenset(field.name for field in fields(SantaConfig))
 _patched_models = 0
@@ -53,6 +54,7 @@ def patch(model: PreTrainedModel, config: SantaConfig | None = None, **overrides
             f"this {type(model).__name__} is patched already: change settings with handle.configure(...), or call "
             "handle.unpatch() first"
         )
+    _check_routing(adapters, settings)
     for adapter in adapters:
         adapter.check()
     return SantaHandle(model, Controller(base_model(model), adapters, settings))
@@ -62,6 +64,13 @@ def _checked(config: SantaConfig | None, default: SantaConfig) -> SantaConfig:
     if config is not None and not isinstance(config, SantaConfig):
         raise TypeError(f"config is a {type(config).__name__}: give a SantaConfig, or settings by name (budget=256)")
     return default if config is None else config
+
+
+def _check_routing(adapters: list[Adapter], config: SantaConfig) -> None:
+    """See that the model's keys divide into the groups of an integer routing dtype; raises ValueError."""
+    if config.routing_dtype != "model":
+        for dims in {dims for adapter in adapters for dims in adapter.key_dims}:
+            scale_group(dims, config.routing_dtype)
 
 
 class SantaHandle:
@@ -142,7 +151,9 @@ class SantaHandle:
         Decode settings apply to the next call, the seed to caches filled from now on. When a setting that shapes teams
         changes, a cache that is already grouped is grouped anew at its next sparse call.
         """
-        self._controller.config = _checked(config, self.config).with_overrides(**overrides)
+        settings = _checked(config, self.config).with_overrides(**overrides)
+        _check_routing(self._controller.adapters, settings)
+        self._controller.config = settings
         return self.config
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -251,11 +262,11 @@ class SantaHandle:
         )
         equation = "Equation 14" if self.layout == "mla" else "Equation 13"
         table = Table(title=f"rows read by decoding calls ({equation}); logical access, not time")
-        for column in ("layer", "calls", "routing", "union", "suffix", "dense", "percent", "without routing"):
+        for column in ("layer", "calls", "routing", "union", "suffix", "dense", "percent", "w/o routing", "bytes %"):
             table.add_column(column, justify="right")
         summary = self.access.as_dict()
         for entry in (*summary["per_layer"], {"layer": "all", **summary["totals"]}):
-            percents = (entry["percent"], entry["percent_without_routing"])
+            percents = (entry["percent"], entry["percent_without_routing"], entry["bytes_percent"])
             table.add_row(
                 *(str(entry[name]) for name in ("layer", "calls", "routing", "union", "suffix", "dense")),
                 *("-" if value is None else f"{value:.2f}" for value in percents),

@@ -27,6 +27,11 @@ class MlaAdapter:
         self.value_dim, self.rank = module.v_head_dim, module.kv_lora_rank
         self._projected: Tensor | None = None
 
+    @property
+    def key_dims(self) -> tuple[int, ...]:
+        """Dimensions of a row's key parts."""
+        return self.rank, self.rope
+
     def unit(self, method: str) -> Unit:
         return MLA_UNIT
 

@@ -128,12 +128,13 @@ def test_with_overrides_unknown_field():
 OTHER = {
     "parents": "contiguous", "parent_size": 32, "representatives": 8, "budget": 256, "estimator": "pooled",
     "noise": "shared", "seed": 5, "kmeans_seed": 6, "kmeans_engine": "torch", "backend": "torch",
+    "routing_dtype": "int4",
     "first_token": "dense",
 }  # fmt: skip
 SHAPES_TEAMS = [
-    ({}, {"parents", "parent_size", "representatives", "kmeans_seed", "kmeans_engine"}),
-    ({"parents": "contiguous"}, {"parents", "parent_size", "representatives"}),
-    ({"method": "centroid"}, {"parents", "parent_size", "kmeans_seed", "kmeans_engine"}),
+    ({}, {"parents", "parent_size", "representatives", "kmeans_seed", "kmeans_engine", "routing_dtype"}),
+    ({"parents": "contiguous"}, {"parents", "parent_size", "representatives", "routing_dtype"}),
+    ({"method": "centroid"}, {"parents", "parent_size", "kmeans_seed", "kmeans_engine", "routing_dtype"}),
     ({"method": "santa"}, set()),
     ({"method": "dense"}, set()),
 ]

@@ -133,10 +133,12 @@ def stacked(built: list[Teams]) -> Teams:
         width = max(p.shape[-1] for p in parts)
         return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts])
 
-    keys = tuple(
-        torch.cat([torch.nn.functional.pad(t.routing_keys[i], (0, 0, 0, most - t.teams)) for t in built])
-        for i in range(len(built[0].routing_keys))
-    )
+    def keys_of(i: int) -> Tensor:
+        parts = [(t.routing_keys[i], t.teams) for t in built]
+        padded = [torch.nn.functional.pad(p, (0, 0, 0, most - n)) for p, n in parts if isinstance(p, Tensor)]
+        return torch.cat(padded)
+
+    keys = tuple(keys_of(i) for i in range(len(built[0].routing_keys)))
     bound = [max(t.most_rows(n + 1) for t in built) for n in range(most)]
     return Teams(
         members=join("members", -1),

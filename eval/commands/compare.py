@@ -45,6 +45,12 @@ def add_parser(subparsers: Any) -> None:
     method.add_argument("--parent-size", type=int, default=16, help="P, nominal rows a parent")
     method.add_argument("--representatives", type=int, default=4, help="R, most representatives a parent")
     method.add_argument("--noise", default="independent", choices=("independent", "shared"), help="draws of heads")
+    method.add_argument(
+        "--routing-dtype",
+        default="model",
+        choices=("model", "int8", "int4"),
+        help="how the frozen routing keys are kept; counted in bytes, not in rows",
+    )
     method.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
     method.add_argument("--backend", default="auto", choices=("auto", "torch", "triton"), help="implementation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
@@ -80,7 +86,13 @@ def run(args: argparse.Namespace) -> int:
         [(args.parent_size, args.representatives)],
         [args.parent_size],
     )
-    config = checked_config(spec.resolved_device(), seed=args.seed, noise=args.noise, backend=args.backend)
+    config = checked_config(
+        spec.resolved_device(),
+        seed=args.seed,
+        noise=args.noise,
+        routing_dtype=args.routing_dtype,
+        backend=args.backend,
+    )
     if min(args.max_new_tokens, args.length, args.prompt_number + 1) < 1:
         raise EvalError("--max-new-tokens and --length must be at least 1, and --prompt-number at least 0")
     if args.json is not None and not args.json.resolve().parent.is_dir():
@@ -143,7 +155,8 @@ def _print(
         title=f"{spec.name}, {prompt_tokens} prompt tokens. Reads of decoding in % of dense ({equation}), not time",
         title_justify="left",
     )
-    for name in ("setting", "S", "K", "routing", "union+suffix", "reads", "as dense", "attn error", "tokens/s"):
+    reads = ("routing", "union+suffix", "reads", "bytes")
+    for name in ("setting", "S", "K", *reads, "as dense", "attn error", "tokens/s"):
         table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
     if references:
         table.add_column("found", justify="right", no_wrap=True)
@@ -167,11 +180,11 @@ def _print(
 
 
 def _reads(rows: dict[str, Any]) -> list[str]:
-    """Routing, attention and all reads in percent of dense ones."""
+    """Routing, attention and all reads in percent of dense ones, and their bytes."""
     if rows["percent"] is None:
-        return ["-"] * 3
+        return ["-"] * 4
     parts = (rows["routing_read"], rows["row_read"], rows["numerator"])
-    return [f"{100 * part / rows['denominator']:.1f}" for part in parts]
+    return [*(f"{100 * part / rows['denominator']:.1f}" for part in parts), f"{rows['bytes_percent']:.1f}"]
 
 
 class _Silent:
