@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,24 +46,29 @@ class AccessLedger:
 
     def __init__(self) -> None:
         self._calls: dict[int, list[tuple[Unit, Tensor]]] = {}
+        self._lock = threading.Lock()  # threads that generate on one model record into one ledger
 
     def record(self, layer: int, unit: Unit, routing: Tensor, union: Tensor, suffix: Tensor, dense: Tensor) -> None:
         """Add one call of one layer; counts are integer tensors ``(B, G)``. No synchronisation with the host."""
         entry = torch.stack((routing, union, suffix, dense)).to(torch.int32)[None]
-        calls = self._calls.setdefault(layer, [])
-        calls.append((unit, entry))
-        # fold single entries together, so that a long run does not hold a tensor a call
-        last = calls[-PACK:] if len(calls) > PACK else []
-        if last and all(u == unit and c.shape[0] == 1 and c.shape[1:] == entry.shape[1:] for u, c in last):
-            calls[-PACK:] = [(unit, torch.cat([c for _, c in last]))]
+        with self._lock:
+            calls = self._calls.setdefault(layer, [])
+            calls.append((unit, entry))
+            # fold single entries together, so that a long run does not hold a tensor a call
+            last = calls[-PACK:] if len(calls) > PACK else []
+            if last and all(u == unit and c.shape[0] == 1 and c.shape[1:] == entry.shape[1:] for u, c in last):
+                calls[-PACK:] = [(unit, torch.cat([c for _, c in last]))]
 
     def reset(self) -> None:
         """Forget every count."""
-        self._calls.clear()
+        with self._lock:
+            self._calls.clear()
 
     def _entries(self) -> Iterator[tuple[int, int, Unit, Tensor]]:
         """(layer, call number within the layer, unit, ``(4, B, G)`` int64 on the host)."""
-        for layer, calls in sorted(self._calls.items()):
+        with self._lock:
+            recorded = [(layer, list(self._calls[layer])) for layer in sorted(self._calls)]
+        for layer, calls in recorded:
             number = 0
             for unit, stored in calls:
                 for entry in stored.cpu().long():
@@ -90,7 +96,7 @@ class AccessLedger:
         return self._grouped("layer", 0)
 
     def per_step(self) -> list[dict[str, Any]]:
-        """Totals and percentages of each decoding call, summed over layers, in call order."""
+        """Totals and percentages of each decoding call, summed over layers, in the order of recording."""
         return self._grouped("step", 1)
 
     def _grouped(self, name: str, place: int) -> list[dict[str, Any]]:

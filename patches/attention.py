@@ -32,6 +32,9 @@ class PatchedLayer:
         self.adapter, self.controller, self.model_config = adapter, controller, config
         self.layer: int = adapter.module.layer_idx
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("a patched model cannot be pickled: unpatch it first")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedLayer:
         # the copy's generate and hooks would run the original
         raise RuntimeError("a patched model cannot be copied: unpatch it first, then copy it and patch the copy")
@@ -96,7 +99,7 @@ class PatchedLayer:
     def _count_full(self, call: Call, choices: int) -> None:
         """Note, once a call, that K covers every team (or row), which makes it dense attention."""
         if self.layer == 0 and choices <= self.controller.config.teams_per_head:
-            self.controller.full_calls += 1
+            self.controller.count_full()
 
     def _noise(self, call: Call, draw: Draw, groups: int, heads: int) -> Tensor:
         """This layer's draws. The following layers' are made with it: one layer's take more launches than time."""
@@ -155,7 +158,7 @@ class PatchedLayer:
         error = (self.adapter.output(output.out, torch.float32) - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(
             1e-20
         )
-        self.controller.shadow_log.setdefault(self.layer, []).append(error.flatten(1).mean(-1))
+        self.controller.log_error(self.layer, error.flatten(1).mean(-1))
 
 
 def attention_forward(

@@ -81,6 +81,7 @@ class Controller:
         self.calls: dict[str, int] = {}
         self.full_calls = 0
         self._thread = threading.local()
+        self._lock = threading.Lock()
         self.shadow = False
         self.shadow_log: dict[int, list[Tensor]] = {}
         names = list(inspect.signature(type(base).forward).parameters)[1:]
@@ -94,6 +95,24 @@ class Controller:
     @call.setter
     def call(self, call: Call) -> None:
         self._thread.call = call
+
+    @property
+    def made(self) -> dict[str, int]:
+        """Calls of the calling thread by kind, which no reset forgets."""
+        if not hasattr(self._thread, "made"):
+            self._thread.made = {}
+        made: dict[str, int] = self._thread.made
+        return made
+
+    def count_full(self) -> None:
+        """Note that K covered every team in this call, which makes it dense attention."""
+        with self._lock:
+            self.full_calls += 1
+
+    def log_error(self, layer: int, error: Tensor) -> None:
+        """Keep a shadow error of one layer's call."""
+        with self._lock:
+            self.shadow_log.setdefault(layer, []).append(error)
 
     @property
     def prefill_target(self) -> int | None:
@@ -147,7 +166,9 @@ class Controller:
 
     def _begin(self, call: Call) -> None:
         self.call = call
-        self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
+        self.made[call.kind] = self.made.get(call.kind, 0) + 1
+        with self._lock:
+            self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
 
     def _classify(self, cache: Any, tokens: Tensor, mask: Any) -> Call:
         """Name the call by its number of tokens and by what the cache already holds."""
@@ -227,9 +248,6 @@ class Controller:
         self._replaying = True
         try:
             again = base(**_last_token(kwargs))
-        except BaseException:
-            self.calls["replay"] -= 1
-            raise
         finally:
             self._replaying = False
         return _replace_last(output, again)

@@ -21,7 +21,7 @@ from latent_santa.config import SantaConfig
 from latent_santa.quantise import scale_group
 
 from .attention import NAME, PatchedLayer, attention_forward
-from .control import Controller
+from .control import CACHE_NAMES, Controller
 from .families import Adapter, base_model, find_adapters
 
 SETTINGS = frozenset(field.name for field in fields(SantaConfig))
@@ -229,7 +229,8 @@ class SantaHandle:
             raise ValueError(
                 f"calls with batch sizes {sizes} were recorded; shadow_errors needs one: reset() in between"
             )
-        return torch.stack([torch.stack(log[layer]).cpu() for layer in sorted(log)])
+        calls = min(map(len, log.values()))  # a call that failed on its way recorded some layers only
+        return torch.stack([torch.stack(log[layer][:calls]).cpu() for layer in sorted(log)])
 
     def prepare(self, cache: Any, attention_mask: torch.Tensor | None = None) -> None:
         """Group a filled cache's rows now, instead of at its next sparse call.
@@ -285,20 +286,24 @@ class SantaHandle:
 
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            asked = kwargs.get("generation_config") or getattr(self.model, "generation_config", None)
-            kind = kwargs.get("cache_implementation") or getattr(asked, "cache_implementation", None)
+            own = getattr(self.model, "generation_config", None)
+            asked = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+            kinds = (
+                kwargs.get("cache_implementation"),
+                *(getattr(g, "cache_implementation", None) for g in (asked, own)),
+            )
+            kind = next((kind for kind in kinds if kind is not None), None)
             if kind not in (None, "dynamic", "dynamic_full"):
                 raise NotImplementedError(
                     f"cache_implementation={kind!r}: supported is DynamicCache, what generate() makes by default; "
                     "leave the option out"
                 )
-            calls = self._controller.calls
-            before = dict(calls)
+            before = dict(self._controller.made)
             result = generate(*args, **kwargs)
-            made = {
-                kind: number - before.get(kind, 0) for kind, number in calls.items() if number > before.get(kind, 0)
-            }
-            if self.config.method != "dense" and not made.get("decode", 0) and not made.get("replay", 0):
+            now = self._controller.made
+            made = {kind: number - before.get(kind, 0) for kind, number in now.items()}
+            sparse = made.get("decode", 0) + made.get("replay", 0)
+            if self.patched and self.config.method != "dense" and not sparse:
                 warnings.warn(f"no call of this generation was sparse: {_why_dense(made)}", stacklevel=2)
             return result
 
@@ -318,7 +323,18 @@ class SantaHandle:
             if generation_config.prefill_chunk_size is None:
                 return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
             mask = model_kwargs.get("attention_mask")
-            self._controller.prefill_target = input_ids.shape[1] if mask is None else mask.shape[1]
+            cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
+            held = 0 if cache is None else cache.get_seq_length()
+            if mask is not None:
+                rows = mask.shape[1]
+            else:  # newer releases drop a mask of ones and keep its length
+                rows = getattr(generation_config, "_mask_length", held + input_ids.shape[1])
+            if held and 0 < rows - held < self.config.parent_size:
+                # a turn of fewer than P tokens joins the suffix: one ordinary call, in no need of chunks
+                generation_config = copy.copy(generation_config)
+                generation_config.prefill_chunk_size = None
+                return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+            self._controller.prefill_target = rows
             try:
                 return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
             finally:

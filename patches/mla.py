@@ -50,14 +50,16 @@ class MlaAdapter:
             weight = projection.weight
             if weight.is_floating_point() and weight.element_size() >= 2 and not weight.is_meta:
                 return weight.view(-1, self.nope + self.value_dim, self.rank)
-        if self._projected is None:
+        projected = self._projected
+        if projected is None:
             layer_norm = self.module.kv_a_layernorm.weight
             device = layer_norm.device if not layer_norm.is_meta else torch.device("cpu")
             unit = torch.eye(self.rank, dtype=layer_norm.dtype, device=device)
             with torch.no_grad():
                 image = projection(unit)
-            self._projected = image.transpose(0, 1).reshape(-1, self.nope + self.value_dim, self.rank).contiguous()
-        return self._projected
+            projected = image.transpose(0, 1).reshape(-1, self.nope + self.value_dim, self.rank).contiguous()
+            self._projected = projected
+        return projected
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
         """Query states ``(B, H, 1, nope + rope)`` as parts ``(B, 1, H, rank)`` and ``(B, 1, H, rope)``, float32."""

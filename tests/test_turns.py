@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache
 
 import latent_santa
+from latent_santa.access import MLA_UNIT, PACK, AccessLedger
 
 from .tiny_models import cache_name, decode_by_hand, generate, prompt, tiny_model
 
@@ -78,3 +82,48 @@ def test_two_threads_generate_on_one_model(model):
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(lambda ids: [generate(model, ids, 6).sequences for _ in range(4)], prompts))
     assert all(each.equal(tokens) for group, tokens in zip(found, wanted, strict=True) for each in group)
+
+
+def test_threads_lose_nothing_in_the_ledger():
+    ledger, one = AccessLedger(), torch.ones(1, 1, dtype=torch.long)
+
+    def record(_: int) -> None:
+        for _ in range(3 * PACK):
+            ledger.record(0, MLA_UNIT, one, one, one, one)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(record, range(4)))
+    assert ledger.totals()["calls"] == ledger.totals()["dense"] == 4 * 3 * PACK
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"),
+    reason="older releases send chunks of a further turn a mask that is too short, patched or not",
+)
+@pytest.mark.parametrize("new", [1, 5, 7, 8, 30])
+@pytest.mark.parametrize("whole", [True, False], ids=["all ids", "new ids"])
+def test_a_further_turn_in_chunks_is_the_turn_in_one(model, new, whole):
+    with latent_santa.patch(model, **SMALL) as santa:
+        results = []
+        for chunk in (None, 3, 16):
+            cache = DynamicCache(config=model.config)
+            first = generate(model, prompt(40), 5, cache=cache).sequences
+            santa.reset()
+            ids = torch.cat((first, prompt(new, seed=1)), 1)
+            held = cache.get_seq_length()
+            output = generate(
+                model,
+                ids if whole else ids[:, held:],
+                4,
+                cache=cache,
+                attention_mask=torch.ones_like(ids),
+                prefill_chunk_size=chunk,
+            )
+            results.append((output.sequences[:, -4:].tolist(), santa.access.as_dict(), santa.sparse_calls))
+    assert results[1] == results[0] and results[2] == results[0]
+
+
+def test_a_patched_model_is_not_pickled(model):
+    with latent_santa.patch(model, **SMALL), pytest.raises(RuntimeError, match="unpatch it first"):
+        pickle.dumps(model.model.layers[0].self_attn)
+    assert pickle.loads(pickle.dumps(model.model.layers[0].self_attn)) is not None

@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if min(args.max_new_tokens, args.length, args.prompt_number + 1) < 1:
         raise EvalError("--max-new-tokens and --length must be at least 1, and --prompt-number at least 0")
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        raise EvalError(f"--json {args.json}: no such directory: {args.json.resolve().parent}")
+    if args.json is not None and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
+        raise EvalError(f"--json {args.json}: give a file in an existing directory")
     tokenizer = load_tokenizer(spec)
     ids, references = _prompt(args, spec, tokenizer)
     with console.status(f"loading {spec.name}") if console.is_terminal else _Silent():
