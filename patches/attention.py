@@ -42,7 +42,7 @@ class PatchedLayer:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        call = self.controller.call
+        call = self.controller.thread.call
         if call.sparse:
             return self._sparse(call, query, key, value, kwargs["scaling"]), None
         if call.counted:

@@ -64,6 +64,23 @@ class Call:
         return self._moved[key]
 
 
+class ThreadState(threading.local):
+    """What belongs to the calling thread: threads may generate on one model at the same time.
+
+    Attributes:
+        call: the present call.
+        made: calls by kind, which no reset forgets.
+        prefill_target: rows that a chunked prefill will have cached at its end, or None outside of one.
+        replaying: whether the base model is called from within its own hook.
+    """
+
+    def __init__(self) -> None:
+        self.call = Call("uncached")
+        self.made: dict[str, int] = {}
+        self.prefill_target: int | None = None
+        self.replaying = False
+
+
 class Controller:
     """Watches the base model's calls through hooks and keeps their state.
 
@@ -72,6 +89,7 @@ class Controller:
         access: the ledger.
         calls: number of base-model calls by kind.
         full_calls: sparse calls in which K covered every team, which are dense attention.
+        thread: the calling thread's present call and what goes with it.
     """
 
     def __init__(self, base: PreTrainedModel, adapters: list[Adapter], config: SantaConfig) -> None:
@@ -80,29 +98,12 @@ class Controller:
         self.sequence_keys: list[int] | None = None
         self.calls: dict[str, int] = {}
         self.full_calls = 0
-        self._thread = threading.local()
+        self.thread = ThreadState()
         self._lock = threading.Lock()
         self.shadow = False
         self.shadow_log: dict[int, list[Tensor]] = {}
         names = list(inspect.signature(type(base).forward).parameters)[1:]
         self._names = [n for n in names if n not in ("args", "kwargs")]
-
-    @property
-    def call(self) -> Call:
-        """The calling thread's present call: threads may generate on one model at the same time."""
-        return getattr(self._thread, "call", None) or Call("uncached")
-
-    @call.setter
-    def call(self, call: Call) -> None:
-        self._thread.call = call
-
-    @property
-    def made(self) -> dict[str, int]:
-        """Calls of the calling thread by kind, which no reset forgets."""
-        if not hasattr(self._thread, "made"):
-            self._thread.made = {}
-        made: dict[str, int] = self._thread.made
-        return made
 
     def count_full(self) -> None:
         """Note that K covered every team in this call, which makes it dense attention."""
@@ -114,27 +115,10 @@ class Controller:
         with self._lock:
             self.shadow_log.setdefault(layer, []).append(error)
 
-    @property
-    def prefill_target(self) -> int | None:
-        """Rows that a chunked prefill of the calling thread will have cached at its end, or None outside of one."""
-        return getattr(self._thread, "target", None)
-
-    @prefill_target.setter
-    def prefill_target(self, rows: int | None) -> None:
-        self._thread.target = rows
-
-    @property
-    def _replaying(self) -> bool:
-        return getattr(self._thread, "replaying", False)
-
-    @_replaying.setter
-    def _replaying(self, on: bool) -> None:
-        self._thread.replaying = on
-
     def before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """Forward pre-hook of the base model: classify the call and make the cache ready for it."""
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if self._replaying:
+        if self.thread.replaying:
             return (), kwargs
         if base.training and torch.is_grad_enabled():
             raise NotImplementedError(
@@ -160,13 +144,13 @@ class Controller:
         if tokens is None:
             raise ValueError("the base model was called with neither input_ids nor inputs_embeds")
         self._begin(self._classify(cache, tokens, kwargs.get("attention_mask")))
-        if self.call.kind == "decode":
-            group_waiting(self.call.layers, self.adapters, self.call.visible, self.config)
+        if self.thread.call.kind == "decode":
+            group_waiting(self.thread.call.layers, self.adapters, self.thread.call.visible, self.config)
         return (), kwargs
 
     def _begin(self, call: Call) -> None:
-        self.call = call
-        self.made[call.kind] = self.made.get(call.kind, 0) + 1
+        self.thread.call = call
+        self.thread.made[call.kind] = self.thread.made.get(call.kind, 0) + 1
         with self._lock:
             self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
 
@@ -188,7 +172,7 @@ class Controller:
             kind = "prefill"
             for adapter in self.adapters:
                 adapter.forget_weights()
-        elif self.prefill_target is not None:
+        elif self.thread.prefill_target is not None:
             kind = "prefill"
         elif new == 1:
             kind = "dense" if self.config.method == "dense" else "decode"
@@ -234,22 +218,22 @@ class Controller:
 
     def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the base model: after a prefill, group its rows and replay its last token."""
-        call = self.call
-        if self._replaying or call.kind != "prefill":
+        call = self.thread.call
+        if self.thread.replaying or call.kind != "prefill":
             return output
         if self.config.first_token == "dense" or self.config.method == "dense":
             return output
-        if self.prefill_target is not None and call.layers[0].get_seq_length() < self.prefill_target:
+        if self.thread.prefill_target is not None and call.layers[0].get_seq_length() < self.thread.prefill_target:
             return output  # another chunk of this prompt follows
         group_waiting(call.layers, self.adapters, call.visible, self.config)
         for layer in call.layers:
             layer.hold_back_last()
         self._begin(Call("replay", call.layers, call.visible, call.step))
-        self._replaying = True
+        self.thread.replaying = True
         try:
             again = base(**_last_token(kwargs))
         finally:
-            self._replaying = False
+            self.thread.replaying = False
         return _replace_last(output, again)
 
 

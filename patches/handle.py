@@ -298,9 +298,9 @@ class SantaHandle:
                     f"cache_implementation={kind!r}: supported is DynamicCache, what generate() makes by default; "
                     "leave the option out"
                 )
-            before = dict(self._controller.made)
+            before = dict(self._controller.thread.made)
             result = generate(*args, **kwargs)
-            now = self._controller.made
+            now = self._controller.thread.made
             made = {kind: number - before.get(kind, 0) for kind, number in now.items()}
             sparse = made.get("decode", 0) + made.get("replay", 0)
             if self.patched and self.config.method != "dense" and not sparse:
@@ -334,11 +334,11 @@ class SantaHandle:
                 generation_config = copy.copy(generation_config)
                 generation_config.prefill_chunk_size = None
                 return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
-            self._controller.prefill_target = rows
+            self._controller.thread.prefill_target = rows
             try:
                 return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
             finally:
-                self._controller.prefill_target = None
+                self._controller.thread.prefill_target = None
 
         return chunked
 
