@@ -47,14 +47,15 @@ class Outcome:
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
+def common_start(tokens: Sequence[int], dense: Sequence[int]) -> int:
+    """Number of tokens before two answers first differ."""
+    pairs = enumerate(zip(tokens, dense, strict=False))
+    return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(dense)))
+
+
 def agreement(tokens: Sequence[int], dense: Sequence[int]) -> float:
     """Length of the common beginning of two answers, in percent of the longer one."""
-    same = 0
-    for ours, theirs in zip(tokens, dense, strict=False):
-        if ours != theirs:
-            break
-        same += 1
-    return 100.0 * same / max(len(tokens), len(dense), 1)
+    return 100.0 * common_start(tokens, dense) / max(len(tokens), len(dense), 1)
 
 
 @torch.inference_mode()

@@ -1,9 +1,10 @@
-"""Options that say which model a command loads, shared by the commands."""
+"""What the commands share in reading options: which model to load, and lists of integers."""
 
 from __future__ import annotations
 
 import argparse
 
+from latent_santa.eval.errors import EvalError
 from latent_santa.eval.models import DTYPES, QUANTS, ModelSpec
 
 
@@ -41,3 +42,18 @@ def model_spec(args: argparse.Namespace) -> ModelSpec:
     spec = ModelSpec(args.model, args.revision, args.dtype, args.quant, args.device, args.device_map, args.offline)
     spec.check()
     return spec
+
+
+def integers(option: str, text: str) -> list[int]:
+    """The positive integers of a list separated by commas.
+
+    Raises:
+        EvalError: something else; the message names the option.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise EvalError(f"{option} {text}: give integers separated by commas") from error
+    if min(numbers) < 1:
+        raise EvalError(f"{option} {text}: must be at least 1")
+    return numbers

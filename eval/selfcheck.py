@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os.path
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from latent_santa.eval.comparison import common_start
 
 NEW_TOKENS = 8
 DRAFT_TOKENS = 3
@@ -83,7 +84,7 @@ def _all_teams(ids: list[int], config: Any) -> int:
 
 def _same(name: str, tokens: list[int], logits: torch.Tensor, found: list[int], found_logits: torch.Tensor) -> Check:
     """Equal tokens, or a difference that starts where dense logits themselves are closer than rounding moves them."""
-    common = len(os.path.commonprefix([tokens, found]))
+    common = common_start(tokens, found)
     shared = slice(0, min(common + 1, len(tokens), len(found)))
     worst = (logits[shared] - found_logits[shared]).abs().max().item()
     spread = logits[shared].std().item()

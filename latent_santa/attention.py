@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .noise import gumbel_noise
 from .rows import Rows, scores
-from .sampling import Selection, log_inclusion, routing_scores, select
+from .sampling import Selection, routing_scores, select
 from .teams import Teams
 
 
@@ -213,16 +213,3 @@ def dense_attention(
     if visible is not None:
         logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
     return _combine(logits, rows.values.to(logits.dtype))
-
-
-__all__ = [
-    "Draw",
-    "Output",
-    "Suffix",
-    "attend_selected",
-    "dense_attention",
-    "log_inclusion",
-    "sampled_attention",
-    "santa_attention",
-    "union_rows",
-]

@@ -65,7 +65,7 @@ class PatchedLayer:
         config, cache = self.controller.config, call.layers[self.layer]
         rows, parts = self.adapter.rows(key, value), self.adapter.query(query)
         output = self._estimate(call, cache, rows, parts, scale)
-        dense = self._dense_counts(call, rows).expand_as(output.union)
+        dense = self._dense_counts(call, rows.values.device).expand_as(output.union)
         unit = self._unit(config.method, rows, cache)
         self.controller.access.record(self.layer, unit, output.routing, output.union, output.suffix, dense)
         if self.controller.shadow:
@@ -123,9 +123,9 @@ class PatchedLayer:
         return call.noise.pop(self.layer)
 
     @staticmethod
-    def _dense_counts(call: Call, rows: Rows) -> Tensor:
+    def _dense_counts(call: Call, device: torch.device) -> Tensor:
         """Rows that dense attention would read, ``(B, 1)``."""
-        step = call.on("step", rows.values.device)
+        step = call.on("step", device)
         assert step is not None
         return step[:, None]
 
@@ -143,9 +143,7 @@ class PatchedLayer:
         return replace(self.adapter.unit(method), routing_bytes=routing, row_bytes=key + value, dense_bytes=key + value)
 
     def _count_dense(self, call: Call, key: Tensor, value: Tensor) -> None:
-        step = call.on("step", key.device)
-        assert step is not None
-        dense = step[:, None].expand(-1, key.shape[1])
+        dense = self._dense_counts(call, key.device).expand(-1, key.shape[1])
         none = torch.zeros_like(dense)
         row = key.shape[-1] * key.element_size() + value.shape[-1] * value.element_size()
         unit = replace(self.adapter.unit("dense"), row_bytes=row, dense_bytes=row)

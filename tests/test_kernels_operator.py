@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
-from latent_santa.attention import Suffix, log_inclusion
+from latent_santa.attention import Suffix
 from latent_santa.kernels import Workspace, draws, operator, sampled_attention, unsupported
 from latent_santa.kernels.plan import Shapes, attend_bytes, choose, route_bytes
 from latent_santa.kernels.select import select_kernel
 from latent_santa.noise import gumbel_noise, noise_keys
+from latent_santa.sampling import log_inclusion
 
 from .cases import make_case
 from .kernel_cases import SMALL, Call, compare, make_call

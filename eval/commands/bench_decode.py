@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from latent_santa.eval.model_options import integers
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the command's options."""
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     jobs = _settings(args, device)
-    batches, contexts = _integers("--batch", args.batch), _integers("--context", args.context)
+    batches, contexts = integers("--batch", args.batch), integers("--context", args.context)
     if min(args.steps, args.repeats, args.layers or 1) < 1:
         raise EvalError("--steps, --repeats and --layers must be at least 1")
     if args.layers:
@@ -68,18 +70,6 @@ def run(args: argparse.Namespace) -> int:
                     (args.out / "decode.json").write_text(json.dumps({"facts": facts, "results": results}, indent=1))
                     (args.out / "decode.md").write_text(_markdown(facts, results))
     return 0
-
-
-def _integers(option: str, text: str) -> list[int]:
-    from latent_santa.eval.errors import EvalError
-
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise EvalError(f"{option} {text}: give integers separated by commas") from error
-    if min(numbers) < 1:
-        raise EvalError(f"{option} {text}: must be at least 1")
-    return numbers
 
 
 def _settings(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:

@@ -101,13 +101,13 @@ def _settings(args: argparse.Namespace) -> list[Any]:
     """Every combination of budget, estimator and routing representation."""
     from latent_santa.config import SantaConfig
     from latent_santa.eval.bench.measure import Setting
-    from latent_santa.eval.commands.bench_decode import _integers
     from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.model_options import integers
 
     settings = []
     for estimator in _choices("--estimator", args.estimator, ("per_head", "pooled")):
         for routing in _choices("--routing-dtype", args.routing_dtype, ("model", "int8", "int4")):
-            for budget in _integers("--budget", args.budget):
+            for budget in integers("--budget", args.budget):
                 try:
                     config = SantaConfig(
                         budget=budget, parent_size=args.parent_size, representatives=args.representatives
@@ -121,8 +121,8 @@ def _settings(args: argparse.Namespace) -> list[Any]:
 def _sizes(args: argparse.Namespace) -> list[tuple[str, int, int, int, int]]:
     """(layout, heads, groups, context, batch) of each workload; one empty size stands for a file."""
     from latent_santa.eval.bench.goals import GOALS
-    from latent_santa.eval.commands.bench_decode import _integers
     from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.model_options import integers
 
     if args.workload:
         return [("", 0, 0, 0, 0)]
@@ -131,7 +131,7 @@ def _sizes(args: argparse.Namespace) -> list[tuple[str, int, int, int, int]]:
     groups = 1 if args.layout == "mla" else args.groups
     if groups < 1 or args.heads < 1 or args.heads % groups:
         raise EvalError(f"--heads {args.heads} must be a positive multiple of --groups {groups}")
-    contexts, batches = _integers("--context", args.context), _integers("--batch", args.batch)
+    contexts, batches = integers("--context", args.context), integers("--batch", args.batch)
     return [(args.layout, args.heads, groups, context, batch) for batch in batches for context in contexts]
 
 

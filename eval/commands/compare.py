@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.model_options import add_model_options, model_spec
+from latent_santa.eval.model_options import add_model_options, integers, model_spec
 
 PLANTED = {True: "multivalue", False: "niah_multivalue"}
 BUDGETS = {True: "8,32,128", False: "128,256,512"}
@@ -73,10 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(width=140)  # a table in a log is not folded to 80 columns
     spec = model_spec(args)
-    try:
-        budgets = [int(part) for part in (args.budgets or BUDGETS[spec.tiny]).split(",")]
-    except ValueError as error:
-        raise EvalError(f"--budgets {args.budgets}: give integers separated by commas") from error
+    budgets = integers("--budgets", args.budgets or BUDGETS[spec.tiny])
     methods = args.methods.split(",")
     conditions = expand(
         ["dense", *(m for m in methods if m != "dense")],
@@ -99,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         raise EvalError(f"--json {args.json}: give a file in an existing directory")
     tokenizer = load_tokenizer(spec)
     ids, references = _prompt(args, spec, tokenizer)
-    with console.status(f"loading {spec.name}") if console.is_terminal else _Silent():
+    with console.status(f"loading {spec.name}") if console.is_terminal else nullcontext():
         model = load(spec, tokenizer).model
     limit = context_limit(model.config)
     if limit is not None and len(ids) + args.max_new_tokens > limit:
@@ -185,9 +183,3 @@ def _reads(rows: dict[str, Any]) -> list[str]:
         return ["-"] * 4
     parts = (rows["routing_read"], rows["row_read"], rows["numerator"])
     return [*(f"{100 * part / rows['denominator']:.1f}" for part in parts), f"{rows['bytes_percent']:.1f}"]
-
-
-class _Silent:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None: ...
