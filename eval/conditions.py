@@ -58,6 +58,19 @@ class Condition:
         """Arguments of `handle.configure` that select the condition."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
+    @property
+    def grouping(self) -> tuple[Any, ...]:
+        """What the prompts' teams depend on, as far as conditions of one run differ."""
+        return SantaConfig(**self.overrides()).grouping
+
+
+def running_order(conditions: Sequence[Condition]) -> list[Condition]:
+    """The conditions with those of one grouping one after another, else as given: their prompts are grouped once."""
+    first: dict[tuple[Any, ...], int] = {}
+    for condition in conditions:
+        first.setdefault(condition.grouping, len(first))
+    return sorted(conditions, key=lambda condition: first[condition.grouping])
+
 
 def checked_config(device: str, **settings: Any) -> SantaConfig:
     """A configuration whose values and backend are known to be right for ``device``, before anything long begins.

@@ -90,6 +90,7 @@ class Evaluation:
             "kmeans_engine": args.kmeans_engine,
             "noise": args.noise,
             "backend": args.backend,
+            "batch_size": args.batch_size,
             "first_token": "replay",
             "context_limit": limit,
             **renderer.fingerprint(),
@@ -175,7 +176,10 @@ class Evaluation:
         if all(_complete(store, condition, wanted) for condition in self.conditions):
             return
         from latent_santa import patch
+        from latent_santa.patches.team_store import TeamStore
 
+        if processes.first and (note := self.spec.sharing(processes.local_world)):
+            self.console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
         loaded = models.load(self.spec, self.tokenizer, processes.local_rank)
         if self.spec.quant != "none" and processes.first:
             counts = "{quantised_layers} of {linear_layers}".format_map(loaded.facts)
@@ -184,6 +188,7 @@ class Evaluation:
             handle = patch(loaded.model, base_config(self.args, self.spec))
         except NotImplementedError as error:
             raise EvalError(f"--model {self.spec.name}: {error}") from error
+        handle.team_store = TeamStore()
         with handle:
             runner = Runner(
                 store,
@@ -194,6 +199,7 @@ class Evaluation:
                 self.args.floor,
                 progress,
                 processes,
+                self.args.batch_size,
             )
             runner.run(self.conditions)
 

@@ -16,6 +16,8 @@ from latent_santa.eval.render import Renderer, ids_sha256
 from latent_santa.eval.sources import Request, load_rows
 from latent_santa.eval.store import Prompt, Store, differences
 
+# what a setting was in runs that were started before there was an option for it
+BEFORE_OPTIONS = {"batch_size": 1}
 PACKAGES = ("latent-santa", "torch", "transformers", "tokenizers", "numpy", "scikit-learn", "bitsandbytes", "datasets")
 
 
@@ -92,7 +94,7 @@ def check_resume(store: Store, settings: dict[str, Any], conditions: tuple[Condi
     Raises EvalError naming everything that changed.
     """
     manifest = store.manifest()
-    changed = differences(manifest["settings"], settings)
+    changed = differences(BEFORE_OPTIONS | manifest["settings"], settings)
     for data in manifest["conditions"]:
         condition = condition_from_dict(data)
         if condition not in conditions:

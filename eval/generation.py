@@ -1,8 +1,9 @@
-"""Greedy generation of one answer, and the noise key of its prompt."""
+"""Greedy generation of answers to a batch of prompts, and the noise keys of prompts."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 
 @dataclass(frozen=True)
 class Answer:
-    """Newly generated text, its number of tokens (the end token included), and whether the cap stopped it."""
+    """Newly generated text, its number of tokens (the end token included), and whether the cap stopped it.
+
+    `late` is how many steps the batch went on after this answer had ended.
+    """
 
     text: str
     n_new: int
     hit_cap: bool
+    late: int = 0
 
 
 def sequence_key(seed: int, row_id: str) -> int:
@@ -46,12 +51,22 @@ def make_greedy(model: Any, tokenizer: Any) -> None:
 
 
 @torch.inference_mode()
-def generate(model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int) -> Answer:
-    """One greedy answer to token ids; call `make_greedy` once before. Only new ids are decoded."""
+def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Answer]:
+    """Greedy answers to token ids of one or more prompts, generated together; call `make_greedy` once before.
+
+    Shorter prompts are padded on the left. Only new ids up to an answer's end are decoded.
+    """
     device = model.get_input_embeddings().weight.device
-    prompt = torch.tensor([ids], device=device)
-    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens)
-    new = output[0, len(ids) :].tolist()
+    longest = max(map(len, prompts))
+    pad = model.generation_config.pad_token_id or 0
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens)
     ends = model.generation_config.eos_token_id or []
-    hit_cap = len(new) >= max_new_tokens and (not new or new[-1] not in ends)
-    return Answer(tokenizer.decode(new, skip_special_tokens=True), len(new), hit_cap)
+    answers = []
+    for row in output[:, longest:].tolist():
+        new = row[: next((i for i, token in enumerate(row, 1) if token in ends), len(row))]
+        hit_cap = len(new) >= max_new_tokens and (not new or new[-1] not in ends)
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        answers.append(Answer(text, len(new), hit_cap, len(row) - len(new)))
+    return answers

@@ -36,12 +36,21 @@ class ModelSpec:
         return self.name == TINY
 
     def resolved_device(self, local_rank: int = 0) -> str:
-        """`cpu`, or the GPU of this process."""
+        """`cpu`, or the GPU of this process; more processes than GPUs take them in turn."""
         import torch
 
         if self.device != "auto":
             return self.device
-        return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+        return f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+
+    def sharing(self, processes: int) -> str | None:
+        """A note if so many processes of one machine do not have a GPU each, else None."""
+        gpus = len({self.resolved_device(local_rank) for local_rank in range(processes)})
+        if gpus == processes or not self.resolved_device().startswith("cuda"):
+            return None
+        return (
+            f"{processes} processes share {gpus} GPU{'s' if gpus > 1 else ''}: each holds a model and caches of its own"
+        )
 
     def resolved_dtype(self) -> str:
         """The dtype that "auto" means: float32 on a CPU and for the tiny model, bfloat16 elsewhere and with int8."""

@@ -9,11 +9,15 @@ from datetime import timedelta
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among `world`; process `rank` takes every world-size-th prompt, starting with its own number."""
+    """This process among `world`; process `rank` takes every world-size-th prompt, starting with its own number.
+
+    `local_rank` and `local_world` count the processes of this machine.
+    """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 1
 
     @property
     def first(self) -> bool:
@@ -46,10 +50,10 @@ class Processes:
 
 
 def join() -> Processes:
-    """Read RANK, WORLD_SIZE and LOCAL_RANK and join the group.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE and join the group.
 
     Nothing but barriers and a path goes between the processes, so the group uses gloo, on GPU machines too: no time
-    limit of minutes while one process still generates.
+    limit of minutes while one process still generates, and several processes may share a GPU.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -58,4 +62,5 @@ def join() -> Processes:
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", timeout=timedelta(days=7))
-    return Processes(int(os.environ["RANK"]), world, int(os.environ.get("LOCAL_RANK", "0")))
+    here = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    return Processes(int(os.environ["RANK"]), world, *here)

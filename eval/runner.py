@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 from latent_santa.eval import generation, scoring
-from latent_santa.eval.conditions import Condition
+from latent_santa.eval.conditions import Condition, running_order
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.processes import Processes
 from latent_santa.eval.progress import Progress
@@ -25,7 +27,15 @@ class Ledger(Protocol):
 
     def reset(self) -> None: ...
 
-    def totals(self) -> dict[str, int]: ...
+    def sequence_totals(self, calls: Sequence[int]) -> list[dict[str, int]]: ...
+
+
+class TeamStore(Protocol):
+    """What the runner needs of the store of team records."""
+
+    batch: Any
+
+    def clear(self) -> None: ...
 
 
 class Handle(Protocol):
@@ -44,10 +54,17 @@ class Handle(Protocol):
     @property
     def dense_calls(self) -> int: ...
 
+    @property
+    def team_store(self) -> TeamStore | None: ...
+
 
 @dataclass
 class Runner:
-    """Everything a run needs. `floor`: least dense score in percent on single needles, 0 to go on regardless."""
+    """Everything a run needs.
+
+    floor       least dense score in percent on single needles, 0 to go on regardless
+    batch_size  most prompts of one task that are generated together
+    """
 
     store: Store
     model: Any
@@ -57,9 +74,10 @@ class Runner:
     floor: float
     progress: Progress
     processes: Processes
+    batch_size: int = 1
 
     def run(self, conditions: tuple[Condition, ...]) -> int:
-        """Run what is missing of every condition, method by method; returns the number of prompts that failed.
+        """Run what is missing of every condition, grouping by grouping; returns the number of prompts that failed.
 
         Raises EvalError when going on would measure nothing: dense attention below the floor, a "sparse" method
         without a sparse call, or failures from the start.
@@ -67,7 +85,7 @@ class Runner:
         generation.make_greedy(self.model, self.renderer.tokenizer)
         prompts = self.store.prompts()[self.processes.rank :: self.processes.world]
         failed = 0
-        for condition in conditions:
+        for condition in running_order(conditions):
             failed += self._run_condition(condition, prompts)
         return failed
 
@@ -82,57 +100,108 @@ class Runner:
         for prompt in own:
             running.add(prompt, done[prompt.row.id])
         failures = 0
-        for prompt in prompts:
-            if prompt.row.id in done:
-                continue
-            result = self._answer(condition, prompt)
-            self.store.append(condition.slug, result)
-            if "error" in result:
-                failures += 1
-                self.progress.console.print(f"{label}, {prompt.row.id}: {result['error']}", style="red", markup=False)
-                if failures == FAILURES_AT_FIRST and not running.scores:
-                    raise EvalError(
-                        f"{label}: the first {failures} prompts all failed, the last with {result['error']}"
-                    )
-            else:
-                running.add(prompt, result)
-                self._guard(condition, label, result, running)
-            self.progress.step(running.note(prompt.row.task))
+        missing = [prompt for prompt in prompts if prompt.row.id not in done]
+        for batch, results in self._answers(condition, label, missing):
+            for result in results:
+                self.store.append(condition.slug, result)
+            for prompt, result in zip(batch, results, strict=True):
+                if "error" in result:
+                    failures += 1
+                    self._say(f"{label}, {prompt.row.id}: {result['error']}", "red")
+                    if failures == FAILURES_AT_FIRST and not running.scores:
+                        raise EvalError(
+                            f"{label}: the first {failures} prompts all failed, the last with {result['error']}"
+                        )
+                else:
+                    running.add(prompt, result)
+                    self._guard(condition, label, result, running)
+                self.progress.step(running.note(prompt.row.task))
         self.progress.end_stage()
         return failures
 
-    def _answer(self, condition: Condition, prompt: Prompt) -> dict[str, Any]:
-        """Generate and score one prompt. An exception becomes the result's `error`."""
-        row = prompt.row
-        base = {
-            "id": row.id,
+    def _say(self, text: str, style: str) -> None:
+        self.progress.console.print(text, style=style, markup=False)
+
+    def _answers(
+        self, condition: Condition, label: str, missing: list[Prompt]
+    ) -> Iterator[tuple[list[Prompt], list[dict[str, Any]]]]:
+        """Prompts and their results, batch by batch. An exception becomes a result's `error`.
+
+        A batch of several that fails, as for want of memory, is generated again one by one.
+        """
+        for batch in batches(missing, self.batch_size):
+            results, error = self._generate(condition, batch)
+            if error is None:
+                yield batch, results
+                continue
+            if len(batch) == 1:
+                yield batch, [self._base(condition, batch[0]) | {"error": error}]
+                continue
+            self._say(f"{label}, {len(batch)} prompts from {batch[0].row.id} on: {error}; now one by one", "yellow")
+            for prompt in batch:
+                results, error = self._generate(condition, [prompt])
+                yield [prompt], results if error is None else [self._base(condition, prompt) | {"error": error}]
+
+    def _base(self, condition: Condition, prompt: Prompt) -> dict[str, Any]:
+        return {
+            "id": prompt.row.id,
             "condition": condition.slug,
             "run": self.store.manifest()["key"],
-            "text_sha256": row.text_sha256,
+            "text_sha256": prompt.row.text_sha256,
         }
-        ids = self.renderer.encode(row.input, row.answer_prefix)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids. Raises EvalError if they are not those that were frozen."""
+        ids = self.renderer.encode(prompt.row.input, prompt.row.answer_prefix)
         if ids_sha256(ids) != prompt.ids_sha256:
-            raise EvalError(f"{row.id}: the tokenizer makes other ids of this prompt than when it was frozen")
-        self.handle.access.reset()
-        self.handle.sequence_keys = [generation.sequence_key(self.seed, row.id)]
-        sparse, dense = self.handle.sparse_calls, self.handle.dense_calls
-        start = time.perf_counter()
+            raise EvalError(f"{prompt.row.id}: the tokenizer makes other ids of this prompt than when it was frozen")
+        return ids
+
+    def _generate(self, condition: Condition, batch: list[Prompt]) -> tuple[list[dict[str, Any]], str | None]:
+        """Generate and score the prompts of one batch: their results, or none and what went wrong.
+
+        A result counts tokens, calls and rows of its own prompt, as alone; its `seconds` are the batch's time divided
+        by `batch`, the number of prompts in it.
+        """
+        prompts = [self._ids(prompt) for prompt in batch]
+        names = [prompt.row.id for prompt in batch]
+        handle = self.handle
+        handle.access.reset()
+        handle.sequence_keys = [generation.sequence_key(self.seed, name) for name in names]
+        if handle.team_store is not None:
+            handle.team_store.batch = tuple(names)
+        sparse, dense = handle.sparse_calls, handle.dense_calls
+        start, failure = time.perf_counter(), None
         try:
-            answer = generation.generate(self.model, self.renderer.tokenizer, ids, row.max_new_tokens)
+            answers = generation.generate(self.model, self.renderer.tokenizer, prompts, batch[0].row.max_new_tokens)
         except Exception as error:  # out of memory has several types, by device; the rest of the run goes on
+            failure = f"{type(error).__name__}: {error}".split("\n")[0]
+        if failure is not None:  # outside of the handler, whose traceback holds the failed call's tensors
+            if handle.team_store is not None:
+                handle.team_store.clear()
             _free_memory()
-            return base | {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
-        return base | {
-            "output": answer.text,
-            "score": scoring.score(answer.text, row.references, row.metric),
-            "n_prompt": len(ids),
-            "n_new": answer.n_new,
-            "hit_cap": answer.hit_cap,
-            "sparse_calls": self.handle.sparse_calls - sparse,
-            "dense_calls": self.handle.dense_calls - dense,
-            "access": self.handle.access.totals(),
-            "seconds": round(time.perf_counter() - start, 3),
-        }
+            return [], failure
+        sparse, dense = handle.sparse_calls - sparse, handle.dense_calls - dense
+        # a step of the batch is a call; those after a sequence's own end are not its own
+        calls = [(max(0, sparse - answer.late), max(0, dense - answer.late)) for answer in answers]
+        access = handle.access.sequence_totals([sum(own) for own in calls])
+        seconds = round((time.perf_counter() - start) / len(batch), 3)
+        return [
+            self._base(condition, prompt)
+            | {
+                "output": answer.text,
+                "score": scoring.score(answer.text, prompt.row.references, prompt.row.metric),
+                "n_prompt": len(ids),
+                "n_new": answer.n_new,
+                "hit_cap": answer.hit_cap,
+                "sparse_calls": own[0],
+                "dense_calls": own[1],
+                "access": totals,
+                "batch": len(batch),
+                "seconds": seconds,
+            }
+            for prompt, ids, answer, own, totals in zip(batch, prompts, answers, calls, access, strict=True)
+        ], None
 
     def _guard(self, condition: Condition, label: str, result: dict[str, Any], running: _Running) -> None:
         if condition.method != "dense":
@@ -152,6 +221,14 @@ class Runner:
                 f"{self.floor:.0f} %. Something is wrong with model, template or prompts, and sparse scores would mean "
                 f"nothing. Its answers:\n{shown}\nUse --floor 0 to go on regardless."
             )
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
+    """At most `size` prompts at a time, in order, each time of one task and one cap on new tokens."""
+    for _, alike in groupby(prompts, lambda prompt: (prompt.row.task, prompt.row.max_new_tokens)):
+        task = list(alike)
+        for start in range(0, len(task), size):
+            yield task[start : start + size]
 
 
 class _Running:

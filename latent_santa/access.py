@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -64,16 +65,25 @@ class AccessLedger:
         with self._lock:
             self._calls.clear()
 
-    def _entries(self) -> Iterator[tuple[int, int, Unit, Tensor]]:
-        """(layer, call number within the layer, unit, ``(4, B, G)`` int64 on the host)."""
+    def _stretches(self) -> Iterator[tuple[int, int, Unit, Tensor]]:
+        """(layer, number of the first call within the layer, unit, ``(C, 4, B, G)`` int64 on the host).
+
+        C calls in a row that are alike, joined on the device: one transfer for all of them.
+        """
         with self._lock:
             recorded = [(layer, list(self._calls[layer])) for layer in sorted(self._calls)]
         for layer, calls in recorded:
             number = 0
-            for unit, stored in calls:
-                for entry in stored.cpu().long():
-                    yield layer, number, unit, entry
-                    number += 1
+            for (unit, *_), alike in groupby(calls, lambda call: (call[0], call[1].shape[1:], call[1].device)):
+                stored = torch.cat([entries for _, entries in alike]).cpu().long()
+                yield layer, number, unit, stored
+                number += len(stored)
+
+    def _entries(self) -> Iterator[tuple[int, int, Unit, Tensor]]:
+        """(layer, call number within the layer, unit, ``(4, B, G)`` int64 on the host)."""
+        for layer, first, unit, stored in self._stretches():
+            for number, entry in enumerate(stored, first):
+                yield layer, number, unit, entry
 
     def totals(self) -> dict[str, int]:
         """Summed counts: ``calls``, the four row counts, the equation's parts in its own units (``routing_read``,
@@ -111,15 +121,35 @@ class AccessLedger:
         Raises:
             ValueError: the recorded calls had different batch sizes.
         """
-        entries = list(self._entries())
-        sizes = sorted({entry.shape[1] for *_, entry in entries})
+        return [{"sequence": b, **_with_percent(total)} for b, total in enumerate(self.sequence_totals())]
+
+    def sequence_totals(self, calls: Sequence[int] | None = None) -> list[dict[str, int]]:
+        """:meth:`totals` of each sequence of the batch.
+
+        Args:
+            calls: for each sequence, how many calls of every layer count, from the first one recorded, so that a
+                sequence that ended before its neighbours is counted as if alone. None counts all calls.
+
+        Raises:
+            ValueError: the recorded calls had different batch sizes, or another one than ``calls`` has entries.
+        """
+        stretches = list(self._stretches())
+        sizes = sorted({stored.shape[2] for *_, stored in stretches})
         if len(sizes) > 1:
             raise ValueError(f"calls with batch sizes {sizes} were recorded; per_sequence needs one: reset() between")
-        batch = sizes[0] if sizes else 0
-        return [
-            {"sequence": b, **_with_percent(_sum((unit, entry[:, b : b + 1]) for _, _, unit, entry in entries))}
-            for b in range(batch)
-        ]
+        if calls is None:
+            most = max((first + len(stored) for _, first, _, stored in stretches), default=0)
+            calls = [most] * sum(sizes)
+        elif sizes and sizes != [len(calls)]:
+            raise ValueError(f"calls has {len(calls)} entries, but the recorded calls had a batch of {sizes[0]}")
+        limits = torch.tensor(calls, dtype=torch.int64)
+        totals = [_nothing() for _ in calls]
+        for _, first, unit, stored in stretches:
+            counted = torch.arange(first, first + len(stored))[:, None] < limits
+            rows = (stored.sum(-1) * counted[:, None]).sum(0)
+            for b, total in enumerate(totals):
+                _add(total, unit, int(counted[:, b].sum()), rows[:, b].tolist())
+        return totals
 
     def as_dict(self) -> dict[str, Any]:
         """Everything above as plain numbers, ready for JSON."""
@@ -130,20 +160,29 @@ class AccessLedger:
         }
 
 
-def _sum(entries: Any) -> dict[str, int]:
+def _nothing() -> dict[str, int]:
     total = dict.fromkeys(("calls", *FIELDS, "routing_read", "row_read", "numerator", "denominator"), 0)
-    total |= {"bytes": 0, "dense_bytes": 0}
-    for unit, entry in entries:
-        routing, union, suffix, dense = entry.flatten(1).sum(1).tolist()
-        total["calls"] += 1
-        for name, rows in zip(FIELDS, (routing, union, suffix, dense), strict=True):
-            total[name] += rows
-        total["routing_read"] += unit.routing * routing
-        total["row_read"] += unit.row * (union + suffix)
-        total["denominator"] += unit.dense * dense
-        total["bytes"] += unit.routing_bytes * routing + unit.row_bytes * (union + suffix)
-        total["dense_bytes"] += unit.dense_bytes * dense
+    return total | {"bytes": 0, "dense_bytes": 0}
+
+
+def _add(total: dict[str, int], unit: Unit, calls: int, rows: Sequence[int]) -> None:
+    """Add ``calls`` calls whose summed row counts, in the order of ``FIELDS``, are ``rows``."""
+    routing, union, suffix, dense = rows
+    total["calls"] += calls
+    for name, count in zip(FIELDS, rows, strict=True):
+        total[name] += count
+    total["routing_read"] += unit.routing * routing
+    total["row_read"] += unit.row * (union + suffix)
+    total["denominator"] += unit.dense * dense
+    total["bytes"] += unit.routing_bytes * routing + unit.row_bytes * (union + suffix)
+    total["dense_bytes"] += unit.dense_bytes * dense
     total["numerator"] = total["routing_read"] + total["row_read"]
+
+
+def _sum(entries: Any) -> dict[str, int]:
+    total = _nothing()
+    for unit, entry in entries:
+        _add(total, unit, 1, entry.flatten(1).sum(1).tolist())
     return total
 
 

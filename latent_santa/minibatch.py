@@ -8,10 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from .distances import (
+    HALF_TYPES,
+    center_factors,
+    copies_of,
+    nearest_centers,
+    opposite_factors,
+    products,
+    row_factors,
+    write_centers,
+)
+from .replay import Replayed
 
 BATCH_SIZE = 4096
 MAX_EPOCHS = 100
@@ -19,15 +30,15 @@ MAX_NO_IMPROVEMENT = 10
 REASSIGNMENT_RATIO = 0.01
 
 # Minibatches between two looks at the stopping rule by the host.
-_STEPS_PER_CHECK = 8
-# Bytes of one block of distances, and of everything else that is proportional to the problems of one group.
-_DISTANCE_BYTES = 512 * 2**20
-_GROUP_BYTES = 1536 * 2**20
-# Sampling weights of k-means++ are multiples of about (largest first distance) * 2^-38: integer sums have no rounding,
-# so the scan gives the same answer in any order, and 2^20 rows still fit in 63 bits.
+_STEPS_PER_CHECK = 4
+# Centers that one step of the seeding adds: a graph's launch, and the reading of its draws, serves several.
+_CENTERS_PER_STEP = {"cuda": 8, "cpu": 1}
+# Bytes of everything that is proportional to the problems of one group, except a block of distances.
+_GROUP_BYTES = 2560 * 2**20
+# Sampling weights of k-means++ are whole multiples of about (largest first distance) * 2^-38, or of more where their
+# sum over all problems would not fit in float64's 53 bits: sums have no rounding, so the scan gives the same answer in
+# any order.
 _WEIGHT_BITS = 38
-_HALF_TYPES = (torch.bfloat16, torch.float16)
-_NORM_SCALE = 256.0
 _LARGEST_HALF_NORM = 2.0**23
 _INIT_STREAM, _SEEDING_STREAM, _MINIBATCH_STREAM = range(3)
 
@@ -48,7 +59,8 @@ def torch_labels(
     labels = torch.full(points.shape[:2], -1, dtype=torch.int64, device=points.device)
     if group is None:
         # A matrix product of another shape may round differently: one by one, a CPU result depends on nothing else.
-        group = _group_size(lengths, clusters, width) if points.is_cuda else 1
+        item = 2 if points.dtype in HALF_TYPES else 4
+        group = _group_size(lengths, clusters, width, item) if points.is_cuda else 1
     for first in range(0, problems, group):
         part = slice(first, first + group)
         longest = max(lengths[part])
@@ -57,19 +69,19 @@ def torch_labels(
     return labels
 
 
-def _group_size(lengths: list[int], clusters: list[int], width: int) -> int:
-    """Problems that fit in the memory limit together, were each as large as the largest."""
+def _group_size(lengths: list[int], clusters: list[int], width: int, item: int) -> int:
+    """Problems that fit in the memory limit together, were each as large as the largest; ``item`` bytes a number."""
     k, seeding = max(clusters, default=1), max(map(_init_size, lengths, clusters), default=1)
-    trials = _trials(k)
-    seeding_bytes = seeding * (8 * width + 12 * trials)
-    step_bytes = 12 * BATCH_SIZE * width + 20 * k * width
-    return max(1, _GROUP_BYTES // max(seeding_bytes, step_bytes))
+    table = item * width * max(lengths, default=1)
+    seeding_bytes = seeding * (3 * item * width + 12 * _trials(k))
+    step_bytes = item * BATCH_SIZE * (2 * width + k) + 20 * k * width
+    return max(1, _GROUP_BYTES // (table + max(seeding_bytes, step_bytes)))
 
 
 def _working_copy(points: Tensor) -> Tensor:
     """``points`` contiguous, in a half type if CUDA can multiply it exactly, else in float32."""
     if points.is_cuda and "dtype" in torch.ops.aten.bmm.overloads():
-        if points.dtype in _HALF_TYPES:
+        if points.dtype in HALF_TYPES:
             return points.contiguous()
         half = points.to(torch.bfloat16, memory_format=torch.contiguous_format)
         if bool((half == points).all()):
@@ -88,12 +100,16 @@ def _cluster(points: Tensor, lengths: list[int], clusters: list[int], seed: int,
     if not finite.all():
         refuse_nonfinite(first + int(finite.long().argmin()))
 
-    if points.dtype == torch.float16 and bool((norms > _LARGEST_HALF_NORM).any()):
-        points = points.float()
-    centers = _seed_centers(points, norms, lengths, clusters, seed)
+    if points.dtype == torch.float16 and not 1.0 <= float(norms.max()) <= _LARGEST_HALF_NORM:
+        points = points.float()  # float16 could not hold the norms, or not precisely
+    table = row_factors(points, norms)
+    centers = _seed_centers(table, points.shape[2], lengths, clusters, seed)
     real = torch.arange(centers.shape[1], device=points.device) < k[:, None]
-    centers = _fit(points, norms, centers, real, length, k, seed)
-    labels = _nearest(points, centers, real)[1]
+    centers = _fit(table, centers, real, length, k, seed)
+    facing = center_factors(centers, real, table)
+    copies = copies_of(table)
+    parts = (torch.cat([part] * copies, dim=-1) for part in table.split(BATCH_SIZE, dim=1))
+    labels = torch.cat([nearest_centers(part, facing)[1] for part in parts], dim=1)
     return labels.masked_fill_(torch.arange(points.shape[1], device=points.device) >= length[:, None], -1)
 
 
@@ -120,14 +136,19 @@ def _init_size(length: int, k: int) -> int:
     return min(size if size >= k else 3 * k, length)
 
 
-def _seed_centers(points: Tensor, norms: Tensor, lengths: list[int], clusters: list[int], seed: int) -> Tensor:
-    """Greedy k-means++ on the init subset: centers (Q, k, D) float32. Nothing in the loop waits for the device."""
-    problems, rows, width = points.shape
-    device = points.device
+def _seed_centers(table: Tensor, width: int, lengths: list[int], clusters: list[int], seed: int) -> Tensor:
+    """Greedy k-means++ on the init subset: centers (Q, k, D) float32. Nothing in the loop waits for the device.
+
+    table: (Q, N, W) as of :func:`row_factors`; width: D.
+    """
+    problems, rows, _ = table.shape
+    device = table.device
     sizes = [_init_size(n, k) for n, k in zip(lengths, clusters, strict=True)]
     n, k = max(sizes), max(clusters)
+    at_once = _CENTERS_PER_STEP[device.type]
+    places = 1 + -(-(k - 1) // at_once) * at_once  # nobody reads those from k on
     subset = torch.zeros(problems, n, dtype=torch.int64)
-    draws = torch.zeros(problems, k, _trials(k), dtype=torch.float64)
+    draws = torch.zeros(problems, places, _trials(k), dtype=torch.float64)
     alike: dict[tuple[int, int], int] = {}  # problems of one length and cluster number have the same draws
     for q, (length, size, cluster) in enumerate(zip(lengths, sizes, clusters, strict=True)):
         first = alike.setdefault((length, cluster), q)
@@ -145,62 +166,55 @@ def _seed_centers(points: Tensor, norms: Tensor, lengths: list[int], clusters: l
     unused, draws = unused.to(device), draws.transpose(0, 1).contiguous().to(device)
 
     pick = (subset + torch.arange(problems)[:, None] * rows).to(device).view(-1)
-    left, right = _distance_factors(points.view(-1, width)[pick], norms.view(-1)[pick])
+    right = table.view(problems * rows, -1).index_select(0, pick)
+    left = opposite_factors(right, width)
     wide = right.view(problems, n, -1).transpose(1, 2)
-    last = torch.tensor(sizes, device=device)[:, None] - 1
+    # rows are numbered through all problems: one long scan and search is faster than many short ones
     base = torch.arange(problems, device=device)[:, None] * n
+    last = base + torch.tensor(sizes, device=device)[:, None] - 1
     zero = torch.zeros((), device=device)
     # A padding row is at distance 0 from the start, so it is never drawn.
     nearest = torch.full((problems, n), torch.inf, device=device)
-    nearest.masked_fill_(torch.arange(n, device=device) > last, 0.0)
+    nearest.masked_fill_(torch.arange(n, device=device) + base > last, 0.0)
 
-    def distances(candidates: Tensor, nearest: Tensor) -> Tensor:
+    def distances(candidates: Tensor) -> Tensor:
         """(Q, T, n): what ``nearest`` (Q, n), squared distances to the centers, becomes with each candidate (Q, T)."""
-        chosen_rows = left.index_select(0, (candidates + base).view(-1))
-        return torch.clamp(_products(chosen_rows.view(problems, -1, left.shape[1]), wide), zero, nearest[:, None])
+        chosen_rows = left.index_select(0, candidates.view(-1)).view(problems, -1, left.shape[1])
+        return products(chosen_rows, wide).clamp_(zero, nearest[:, None])
 
-    chosen = torch.zeros(problems, k, dtype=torch.int64, device=device)
-    chosen[:, 0] = (draws[0, :, 0] * (last[:, 0] + 1)).long()
-    nearest = distances(chosen[:, :1], nearest)[:, 0].clone()
+    chosen = torch.zeros(problems, places, dtype=torch.int64, device=device)
+    chosen[:, :1] = base + (draws[0, :, :1] * (last - base + 1)).long()
+    nearest.copy_(distances(chosen[:, :1].contiguous())[:, 0])
     # a power of two, so that float32 weights stay exact; frexp(max) = (m, e) means max < 2^e
-    scale = torch.ldexp(torch.ones_like(nearest[:, :1]), _WEIGHT_BITS - torch.frexp(nearest.amax(1, keepdim=True))[1])
-    place = torch.ones(1, dtype=torch.int64, device=device)
+    bits = min(_WEIGHT_BITS, 53 - (problems * n).bit_length())
+    exponent = (torch.frexp(nearest.amax(1, keepdim=True))[1] - bits).clamp_(min=-126)
+    quantum = torch.ldexp(torch.ones_like(nearest[:, :1]), exponent)
+    weights = torch.zeros(problems, n, dtype=torch.float64, device=device)
+    scan = torch.zeros(problems * n + 1, dtype=torch.float64, device=device)
+    sums, starts, ends = scan[1:], scan[:-1:n, None], scan[n::n, None]
+    place = torch.arange(1, 1 + at_once, device=device)
 
-    def add_center() -> None:
-        weights = (nearest * scale).cumsum(1, dtype=torch.int64)
-        target = (draws.index_select(0, place)[0] * weights[:, -1:]).long()
-        candidates = torch.minimum(torch.searchsorted(weights, target, right=True), last)
-        after = distances(candidates, nearest)
-        potential = after.sum(-1)
-        if ragged_trials:
-            potential.masked_fill_(unused, torch.inf)
-        best = potential.argmin(1, keepdim=True)
-        nearest.copy_(after.gather(1, best[:, :, None].expand(-1, 1, n))[:, 0])
-        chosen.scatter_(1, place.expand(problems, 1), candidates.gather(1, best))
-        place.add_(1)
+    def add_centers() -> None:
+        added = []
+        for uniforms in draws.index_select(0, place):
+            torch.div(nearest, quantum, rounding_mode="trunc", out=weights)
+            torch.cumsum(weights.view(-1), 0, out=sums)
+            target = torch.lerp(starts, ends, uniforms)
+            candidates = torch.minimum(torch.searchsorted(sums, target, right=True), last)
+            after = distances(candidates)
+            potential = after.sum(-1)
+            if ragged_trials:
+                potential.masked_fill_(unused, torch.inf)
+            best = potential.argmin(1, keepdim=True)
+            torch.gather(after, 1, best[:, :, None].expand(-1, 1, n), out=nearest[:, None])
+            added.append(candidates.gather(1, best))
+        chosen.index_copy_(1, place, torch.cat(added, dim=1))
+        place.add_(at_once)
 
-    add = Replayed(add_center, device)
-    for _ in range(1, k):
+    add = Replayed(add_centers, device)
+    for _ in range(1, places, at_once):
         add()
-    return right.index_select(0, (chosen + base).view(-1))[:, :width].reshape(problems, k, width).float()
-
-
-def _distance_factors(x: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (R, D) and their squared norms (R,) as factors whose products are squared distances, in one matrix product.
-
-    ``left[a] . right[b] = -2 x_a . x_b + |x_b|^2 + |x_a|^2``. A half type holds a norm as three numbers, scaled so that
-    float16 does not overflow; together they have float32's precision.
-    """
-    if x.dtype not in _HALF_TYPES:
-        one = torch.ones_like(norms)
-        return torch.cat((-2 * x, torch.stack((one, norms), 1)), 1), torch.cat((x, torch.stack((norms, one), 1)), 1)
-    pieces, rest = [], norms / _NORM_SCALE
-    for _ in range(3):
-        pieces.append(rest.to(x.dtype))
-        rest = rest - pieces[-1].float()
-    norm = torch.stack(pieces, 1)
-    unit, pad = torch.full_like(norm, _NORM_SCALE), torch.zeros_like(norm[:, :2])
-    return torch.cat((-2 * x, unit, norm, pad), 1), torch.cat((x, norm, unit, pad), 1)
+    return right.index_select(0, chosen[:, :k].flatten())[:, :width].reshape(problems, k, width).float()
 
 
 @dataclass
@@ -220,9 +234,8 @@ class _Fit:
 
     def __post_init__(self) -> None:
         self.batch = self.length.clamp(max=BATCH_SIZE)
-        self.slots = int(self.batch.max()) if len(self.batch) else 0
-        self.used = torch.arange(self.slots, device=self.batch.device) < self.batch[:, None]
         self.alpha = (self.batch * 2.0 / (self.length + 1)).clamp(max=1.0).double()
+        self.steps = MAX_EPOCHS * self.length // self.batch
 
     def in_place(self, step: Callable[[], None]) -> None:
         """Run ``step``, which replaces fields, and bring what changed back to the tensors that held it before."""
@@ -233,12 +246,10 @@ class _Fit:
                 held.copy_(getattr(self, name))
                 setattr(self, name, held)
 
-    def update(self, members: Tensor, sizes: Tensor) -> None:
-        """Move centers to the running mean of all their rows. members: (A, slots, D) sorted by center."""
-        # Sums of sorted segments: scattered additions are not deterministic on CUDA.
-        sums = torch.segment_reduce(members, "sum", lengths=sizes, axis=1, unsafe=True, initial=0.0)
-        gain = torch.where((sizes > 0) & self.running[:, None], 1.0 / (self.counts + sizes), 0.0)[:, :, None]
-        self.centers = self.centers.addcmul(sums.addcmul_(self.centers, sizes[:, :, None].float(), value=-1), gain)
+    def update(self, sums: Tensor, sizes: Tensor) -> None:
+        """Move centers to the running mean of all their rows; sums: (A, k, D), over the ``sizes`` (A, k) new rows."""
+        gain = torch.where((sizes > 0) & self.running[:, None], 1.0 / (self.counts + sizes), 0.0)
+        self.centers.mul_((1.0 - sizes * gain)[:, :, None]).addcmul_(sums, gain[:, :, None])
 
     def reassign(self, x: Tensor, sizes: Tensor) -> None:
         """Add ``sizes`` to the counts; move centers of low count to rows of the minibatch ``x`` (A, slots, D).
@@ -255,31 +266,31 @@ class _Fit:
         rank = torch.empty_like(by_count).scatter_(1, by_count, ranks)
         few &= rank < self.batch[:, None] // 2
         # Rows of a minibatch are independent draws, so its first ones are a random choice without replacement.
-        drawn = x.gather(1, rank.clamp_(max=self.slots - 1)[:, :, None].expand(-1, -1, x.shape[2]))
-        self.centers = torch.where(few[:, :, None], drawn.float(), self.centers)
+        problems, slots, width = x.shape
+        rank = rank.clamp_(max=slots - 1) + torch.arange(problems, device=x.device)[:, None] * slots
+        drawn = x.flatten(0, 1).index_select(0, rank.view(-1)).view(problems, -1, width)
+        torch.where(few[:, :, None], drawn.float(), self.centers, out=self.centers)
         floor = torch.where(self.real & ~few, grown, torch.inf).amin(1, keepdim=True)
         self.counts = torch.where(few, floor, grown)
 
     def stop(self, mean: Tensor, step: int | Tensor) -> None:
         """Update ``running`` after minibatch number ``step`` (from 1) with inertia ``mean`` (A,) a row."""
         step = torch.as_tensor(step, device=mean.device)
-        counts = step > 1  # the first minibatch tells about the seeding only
-        smooth = torch.where(step == 2, mean, self.smooth * (1 - self.alpha) + mean * self.alpha)
-        worse = counts & ~(smooth < self.lowest)
-        self.smooth = torch.where(counts, smooth, self.smooth)
-        self.stale = torch.where(worse, self.stale + 1, 0)
-        self.lowest = torch.where(counts, torch.minimum(self.lowest, smooth), self.lowest)
-        steps = MAX_EPOCHS * self.length // self.batch
-        self.running = self.running & (self.stale < MAX_NO_IMPROVEMENT) & (step < steps)
+        # the first minibatch tells about the seeding only: the mean begins anew with the second
+        self.smooth = torch.lerp(self.smooth, mean, self.alpha.masked_fill(step <= 2, 1.0))
+        self.stale = (self.stale + 1).masked_fill_(self.smooth < self.lowest, 0)
+        self.lowest = torch.minimum(self.lowest, self.smooth).masked_fill_(step <= 1, torch.inf)
+        self.running = self.running & (self.stale < MAX_NO_IMPROVEMENT) & (step < self.steps)
 
 
-def _fit(points: Tensor, norms: Tensor, centers: Tensor, real: Tensor, length: Tensor, k: Tensor, seed: int) -> Tensor:
-    """Minibatch updates of ``centers`` (Q, k, D) until every problem has stopped; arguments as in :class:`_Fit`."""
-    problems, rows, width = points.shape
-    device = points.device
-    flat, flat_norms = points.view(-1, width), norms.view(-1)
+def _fit(table: Tensor, centers: Tensor, real: Tensor, length: Tensor, k: Tensor, seed: int) -> Tensor:
+    """Minibatch updates of ``centers`` (Q, k, D) until every problem has stopped; arguments as in :class:`_Fit`.
+
+    table: (Q, N, W) as of :func:`row_factors`. The host waits for the device only after the first steps.
+    """
+    problems, rows, _ = table.shape
+    device, width, copies = table.device, centers.shape[2], copies_of(table)
     generator = _uniforms(seed, _MINIBATCH_STREAM)
-    edges = torch.arange(centers.shape[1] + 1, device=device)
     zeros = torch.zeros(problems, dtype=torch.int64, device=device)
     fit = _Fit(
         length=length,
@@ -293,102 +304,59 @@ def _fit(points: Tensor, norms: Tensor, centers: Tensor, real: Tensor, length: T
         stale=zeros.clone(),
         running=zeros == 0,
     )
-    draws = torch.empty(fit.slots, dtype=torch.float64, device=device)
+    slots = min(BATCH_SIZE, rows)
+    used = torch.arange(slots, device=device) < fit.batch[:, None]
+    ones = used.long()
+    draws = torch.empty(slots, dtype=torch.float64, device=device)
     step = torch.zeros((), dtype=torch.int64, device=device)
     base = torch.arange(problems, device=device)[:, None] * rows
+    facing = center_factors(fit.centers, real, table)
+    members = table.new_zeros(problems, slots, centers.shape[1]) if copies > 1 else None
 
     def minibatch() -> None:
         step.add_(1)
         pick = (draws * fit.length[:, None]).long() + base
-        x = flat.index_select(0, pick.view(-1)).view(-1, fit.slots, width)
-        score, label = _nearest(x, fit.centers, fit.real)
-        distance = (flat_norms.index_select(0, pick.view(-1)).view_as(score) + score).clamp_(min=0.0)
-        mean = distance.masked_fill_(~fit.used, 0.0).sum(1, dtype=torch.float64) / fit.batch
-        label, order = label.masked_fill_(~fit.used, centers.shape[1]).sort(dim=1, stable=True)
-        sizes = torch.searchsorted(label, edges.expand(len(label), -1).contiguous()).diff(dim=1)
-        fit.update(flat.index_select(0, pick.gather(1, order).view(-1)).view_as(x).float(), sizes)
+        repeated = pick[:, :, None].expand(-1, -1, copies).reshape(-1)
+        factors = table.view(problems * rows, -1).index_select(0, repeated).view(problems, slots, -1)
+        x = factors[:, :, :width]
+        write_centers(facing, fit.centers, real)
+        distance, label = nearest_centers(factors, facing)
+        mean = distance.masked_fill_(~used, 0.0).sum(1, dtype=torch.float64) / fit.batch
+        sizes = torch.zeros_like(real, dtype=torch.int64).scatter_add_(1, label, ones)
+        fit.update(_sums(x, label, sizes, used, members), sizes)
         fit.reassign(x, sizes)
         fit.stop(mean, step)
 
-    advance = Replayed(lambda: fit.in_place(minibatch), device)
-    while fit.running.any():
+    def uniforms() -> Tensor:
         # always whole minibatches, so that a problem's draws do not depend on the others' sizes
-        block = _draw((_STEPS_PER_CHECK, BATCH_SIZE), generator)[:, : fit.slots].to(device)
-        for uniforms in block:
-            draws.copy_(uniforms)
+        block = _draw((_STEPS_PER_CHECK, BATCH_SIZE), generator)[:, :slots]
+        return block.pin_memory().to(device, non_blocking=True) if table.is_cuda else block
+
+    advance = Replayed(lambda: fit.in_place(minibatch), device)
+    block = uniforms()
+    while True:
+        for part in block:
+            draws.copy_(part)
             advance()
-    return fit.centers
+        block = uniforms()  # drawn while the device works
+        if not fit.running.any():
+            return fit.centers
 
 
-@lru_cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream a device: the matrix library keeps a workspace of tens of megabytes for every stream it has seen."""
-    return torch.cuda.Stream(device)
+def _sums(x: Tensor, label: Tensor, sizes: Tensor, used: Tensor, members: Tensor | None) -> Tensor:
+    """(Q, k, D) float32: sums of the rows ``x`` (Q, R, D) of each center; rows that are not ``used`` belong nowhere.
 
-
-class Replayed:
-    """A step that is called many times on the same tensors.
-
-    On CUDA the second call captures it in a graph, and calls from then on replay that: its kernels are shorter than
-    their launches. Everything that changes must change in place.
+    Scattered additions are not deterministic on CUDA. Half rows are multiplied by zeros and ones instead, in
+    ``members`` (Q, R, k), zero before and after. That is exact; a float32 product need not be, so float32 rows are
+    sorted by center and summed in segments of ``sizes``.
     """
-
-    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
-        self.step, self.device = step, device
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.warm = False
-
-    def __call__(self) -> None:
-        if self.device.type != "cuda" or not self.warm:
-            self.step()  # libraries that initialise themselves at first use must not do so in a capture
-            self.warm = True
-            return
-        if self.graph is None:
-            self.graph = self._capture()
-        self.graph.replay()
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        # the context manager torch.cuda.graph would collect garbage first, which takes longer than the whole loop
-        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self.step()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        return graph
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Batched ``a @ b`` in float32; half types multiply exactly and accumulate in float32."""
-    if a.is_cuda and a.dtype in _HALF_TYPES:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())
-
-
-def _nearest(x: Tensor, centers: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows (Q, R, D): smallest ``|c|^2 - 2 x.c`` (Q, R) float32, and its center (Q, R) int64, lowest on a tie.
-
-    With half rows, a center is the sum of two half numbers, side by side in one product: more exact than TF32 at the
-    same cost, and without touching a global flag. Its norm is that of the sum, so distances are those to one point.
-    """
-    halves = x.dtype in _HALF_TYPES
-    if halves:
-        high = centers.to(x.dtype)
-        low = (centers - high.float()).to(x.dtype)
-        norms = (high.float() + low.float()).square_().sum(-1)
-        factors = torch.cat([high, low], dim=-1).transpose(1, 2)
-    else:
-        norms, factors = centers.square().sum(-1), centers.transpose(1, 2)
-    norms = norms.masked_fill_(~real, torch.inf)[:, None]
+    if members is not None:
+        members.scatter_(2, label[:, :, None], used[:, :, None].to(x.dtype))
+        sums = products(members.transpose(1, 2), x)
+        members.scatter_(2, label[:, :, None], 0.0)
+        return sums
     problems, rows, _ = x.shape
-    chunk = max(1, _DISTANCE_BYTES // (4 * problems * centers.shape[1]))
-    scores, labels = [], []
-    for part in x.split(chunk, dim=1):
-        product = _products(torch.cat([part, part], dim=-1) if halves else part, factors)
-        score, label = torch.add(norms, product, alpha=-2, out=product).min(dim=-1)
-        scores.append(score)
-        labels.append(label)
-    return torch.cat(scores, dim=1), torch.cat(labels, dim=1)
+    order = label.masked_fill(~used, sizes.shape[1]).argsort(dim=1, stable=True)
+    order = order + torch.arange(problems, device=x.device)[:, None] * rows
+    together = x.flatten(0, 1).index_select(0, order.view(-1)).view(problems, rows, -1)
+    return torch.segment_reduce(together, "sum", lengths=sizes, axis=1, unsafe=True, initial=0.0)

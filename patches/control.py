@@ -19,6 +19,7 @@ from latent_santa.noise import noise_keys
 from .cache_layer import TeamLayer, adopt_cache
 from .families import Adapter
 from .grouping import group_waiting
+from .team_store import TeamStore
 
 CACHE_NAMES = ("cache", "past_key_values")
 
@@ -90,6 +91,7 @@ class Controller:
         calls: number of base-model calls by kind.
         full_calls: sparse calls in which K covered every team, which are dense attention.
         thread: the calling thread's present call and what goes with it.
+        team_store: where records of prompts that come again are kept, or None.
     """
 
     def __init__(self, base: PreTrainedModel, adapters: list[Adapter], config: SantaConfig) -> None:
@@ -99,6 +101,7 @@ class Controller:
         self.calls: dict[str, int] = {}
         self.full_calls = 0
         self.thread = ThreadState()
+        self.team_store: TeamStore | None = None
         self._lock = threading.Lock()
         self.shadow = False
         self.shadow_log: dict[int, list[Tensor]] = {}
@@ -145,7 +148,7 @@ class Controller:
             raise ValueError("the base model was called with neither input_ids nor inputs_embeds")
         self._begin(self._classify(cache, tokens, kwargs.get("attention_mask")))
         if self.thread.call.kind == "decode":
-            group_waiting(self.thread.call.layers, self.adapters, self.thread.call.visible, self.config)
+            self._group(self.thread.call.layers, self.thread.call.visible)
         return (), kwargs
 
     def _begin(self, call: Call) -> None:
@@ -214,7 +217,10 @@ class Controller:
         """Group the rows of a filled cache that wait for it."""
         adopt_cache(cache)
         batch, length = cache.layers[0].keys.shape[0], cache.get_seq_length()
-        group_waiting(cache.layers, self.adapters, self._visible(mask, batch, length), self.config)
+        self._group(cache.layers, self._visible(mask, batch, length))
+
+    def _group(self, layers: Sequence[TeamLayer], visible: Tensor | None) -> None:
+        group_waiting(layers, self.adapters, visible, self.config, self.team_store)
 
     def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the base model: after a prefill, group its rows and replay its last token."""
@@ -225,7 +231,7 @@ class Controller:
             return output
         if self.thread.prefill_target is not None and call.layers[0].get_seq_length() < self.thread.prefill_target:
             return output  # another chunk of this prompt follows
-        group_waiting(call.layers, self.adapters, call.visible, self.config)
+        self._group(call.layers, call.visible)
         for layer in call.layers:
             layer.hold_back_last()
         self._begin(Call("replay", call.layers, call.visible, call.step))

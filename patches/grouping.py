@@ -15,13 +15,18 @@ from latent_santa.teams import Teams, build_centroids, form_teams, freeze_repres
 
 from .cache_layer import Grouped, TeamLayer
 from .families import Adapter
+from .team_store import TeamStore
 
 # numbers in the stack of several layers' points: half a gigabyte in bfloat16
 STACKED_NUMBERS = 1 << 28
 
 
 def group_waiting(
-    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, config: SantaConfig
+    layers: Sequence[TeamLayer],
+    adapters: Sequence[Adapter],
+    visible: Tensor | None,
+    config: SantaConfig,
+    store: TeamStore | None = None,
 ) -> None:
     """Group the rows that wait in each layer, and drop teams that other settings made.
 
@@ -31,7 +36,10 @@ def group_waiting(
         layers, adapters: of every attention layer, in order.
         visible: ``(B, L)`` bool, False for padding rows, or None when all rows are real.
         config: the settings in force.
+        store: where records of prompts that come again are kept, or None.
     """
+    if store is not None:
+        store.begin(config.grouping)
     jobs: dict[tuple[torch.device, tuple[int, int]], list[int]] = {}
     for number, layer in enumerate(layers):
         if layer.grouped.grouping not in (None, config.grouping):
@@ -43,7 +51,9 @@ def group_waiting(
         if config.method in ("santa", "dense"):
             built: list[Teams | None] = [None] * len(numbers)
         else:
-            built = list(_build(layers, adapters, numbers, member, config))
+            # only rows from the cache's beginning are a prompt that its name in the store tells apart
+            named = store if start == 0 and config.method == "santa++" else None
+            built = list(_build(layers, adapters, numbers, member, config, named))
         for number, teams in zip(numbers, built, strict=True):
             layers[number].grouped = _extended(layers[number].grouped, teams, start, stop, config)
             layers[number].waiting = None
@@ -58,21 +68,40 @@ def _member(visible: Tensor | None, batch: int, start: int, stop: int, device: t
 
 
 def _build(
-    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], numbers: list[int], member: Tensor, config: SantaConfig
+    layers: Sequence[TeamLayer],
+    adapters: Sequence[Adapter],
+    numbers: list[int],
+    member: Tensor,
+    config: SantaConfig,
+    store: TeamStore | None,
 ) -> Iterator[Teams]:
     """Teams of several layers, in the order of ``numbers``."""
     stop = member.shape[-1]
     points = [adapters[n].points(layers[n].keys)[:, :, :stop] for n in numbers]
     rows = [adapters[n].rows(layers[n].keys[:, :, :stop], layers[n].values[:, :, :stop]) for n in numbers]
-    parents = form_parents(points, member, config)
     if config.method == "centroid":
+        parents = form_parents(points, member, config)
         yield from (_quantised(build_centroids(*pair), config) for pair in zip(rows, parents, strict=True))
         return
+    shapes = [tuple(part.shape[:3]) for part in points]
+    records = store.find(numbers, member, shapes) if store is not None else None
+    if records is None:
+        records = _form(points, member, config)
+        if store is not None:
+            store.keep(numbers, member, records)
+    for teams, layer_rows in zip(records, rows, strict=True):
+        yield _quantised(freeze_representatives(teams, layer_rows), config)
+
+
+def _form(points: list[Tensor], member: Tensor, config: SantaConfig) -> list[Teams]:
+    """Records of several layers without routing keys."""
+    parents = form_parents(points, member, config)
+    records: list[Teams] = []
     for part in _stackable(points):
         # one pass over many layers: their own passes would be too short to fill a GPU
         stacked = form_teams(torch.cat(points[part]), torch.cat(parents[part]), config.representatives)
-        for teams, layer_rows in zip(stacked.split(len(points[part])), rows[part], strict=True):
-            yield _quantised(freeze_representatives(teams, layer_rows), config)
+        records += stacked.split(len(points[part]))
+    return records
 
 
 def _quantised(teams: Teams, config: SantaConfig) -> Teams:

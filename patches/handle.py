@@ -23,6 +23,7 @@ from latent_santa.quantise import scale_group
 from .attention import NAME, PatchedLayer, attention_forward
 from .control import CACHE_NAMES, Controller
 from .families import Adapter, base_model, find_adapters
+from .team_store import TeamStore
 
 SETTINGS = frozenset(field.name for field in fields(SantaConfig))
 _patched_models = 0
@@ -81,6 +82,8 @@ class SantaHandle:
         sequence_keys: noise keys, one integer a sequence of the batch, or None for the place in the batch. A sequence
             draws the same noise wherever its key is the same. A cache keeps the keys it was first filled under.
         shadow: when True, every sparse call also computes dense attention on the same cache and records the error.
+        team_store: a :class:`TeamStore` for prompts that are generated several times under settings of one grouping,
+            or None (the default), which groups every prompt anew.
     """
 
     def __init__(self, model: PreTrainedModel, controller: Controller) -> None:
@@ -171,6 +174,14 @@ class SantaHandle:
             self._controller.sequence_keys = None if keys is None else [operator.index(key) for key in keys]
         except TypeError as error:
             raise TypeError(f"sequence_keys={keys!r}: give a list of integers, one a sequence, or None") from error
+
+    @property
+    def team_store(self) -> TeamStore | None:
+        return self._controller.team_store
+
+    @team_store.setter
+    def team_store(self, store: TeamStore | None) -> None:
+        self._controller.team_store = store
 
     @property
     def access(self) -> AccessLedger:

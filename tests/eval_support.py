@@ -78,8 +78,8 @@ class FakeLedger:
     def reset(self) -> None:
         self.resets += 1
 
-    def totals(self) -> dict[str, int]:
-        return dict(self.counts)
+    def sequence_totals(self, calls: list[int]) -> list[dict[str, int]]:
+        return [dict(self.counts) for _ in calls]
 
 
 class FakeHandle:
@@ -88,6 +88,7 @@ class FakeHandle:
     def __init__(self, sparse_a_prompt: int = 1) -> None:
         self.access = FakeLedger()
         self.sequence_keys: list[int] | None = None
+        self.team_store = None
         self.configured: list[dict[str, Any]] = []
         self.keys: list[int] = []
         self._per_prompt = sparse_a_prompt

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from latent_santa import AccessLedger
+from latent_santa import AccessLedger, access
 from latent_santa.access import GQA_SANTA_UNIT, GQA_UNIT, MLA_UNIT, PACK
 
 from . import reference as ref
@@ -111,6 +111,27 @@ def test_per_sequence(recorded):
     assert [row["sequence"] for row in table] == [0, 1, 2]
     for row in table:
         check(setup, row, [c for (_, _, b, _), c in expected.items() if b == row["sequence"]], 7)
+
+
+def test_a_sequence_that_ended_is_counted_to_its_end(recorded):
+    setup, ledger, expected = recorded
+    ends = (1, 3, 2)
+    for b, (end, total) in enumerate(zip(ends, ledger.sequence_totals(ends), strict=True)):
+        counts = [c for (_, step, sequence, _), c in expected.items() if sequence == b and step < end]
+        check(setup, access._with_percent(total), counts, {1: 3, 2: 5, 3: 7}[end])
+        alone = AccessLedger()
+        for layer, number, unit, entry in ledger._entries():
+            if number < end:
+                alone.record(layer, unit, *entry[:, b : b + 1])
+        assert total == alone.totals()
+    assert [total["calls"] for total in ledger.sequence_totals((0, 9, 1))] == [0, 7, 3]
+
+
+def test_ends_of_another_batch_are_refused(recorded):
+    with pytest.raises(ValueError, match="calls has 2 entries, but the recorded calls had a batch of 3"):
+        recorded[1].sequence_totals([1, 1])
+    # an answer of one token has no dense decoding call at all
+    assert AccessLedger().sequence_totals([0, 0]) == [AccessLedger().totals()] * 2
 
 
 def test_as_dict_is_json(recorded):

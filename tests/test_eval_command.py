@@ -151,6 +151,7 @@ def test_changed_settings_are_refused_by_name(tmp_path, model, finished, capsys)
     assert "--resume goes on with it" in refused(resume=False)
     assert "n: 3 then, 4 now" in refused("--n", "4")
     text = refused("--seed", "1", "--answer-prefix", "none")
+    assert "batch_size: 1 then, 2 now" in refused("--batch-size", "2")
     assert "seed: 0 then, 1 now" in text and "answer_prefix: 'assistant' then, 'none' now" in text
     assert "S=32: part of the run then, not asked for now" in refused("--budgets", "16")
     assert (finished / "manifest.json").read_bytes() == before
@@ -161,6 +162,10 @@ def test_settings_of_the_method_may_be_added(tmp_path, model, finished):
 
     out = tmp_path / "run"
     shutil.copytree(finished, out)
+    # a run of before there were batches had one prompt at a time
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["settings"].pop("batch_size") == 1
+    (out / "manifest.json").write_text(json.dumps(manifest))
     words = ["ruler", "--model", model, *OPTIONS, "--out", str(out), "--resume", "--budgets", "16,32,64"]
     assert main(words) == 0
     rows = json.loads((out / "summary.json").read_text())["conditions"]
@@ -207,6 +212,7 @@ def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch,
         (["--budgets", "many"], "give numbers"),
         (["--length", "9999"], "exceeds the model's limit of 4096"),
         (["--length", "0"], "at least 1"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--length", "64"], "too short for niah_single_1"),
         (["--haystack", "file:/nowhere"], "cannot read"),
     ],

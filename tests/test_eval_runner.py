@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from latent_santa.eval import generation, models
+from latent_santa.eval import generation, models, processes
 from latent_santa.eval.conditions import Condition
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.processes import Processes
@@ -29,9 +29,9 @@ def model(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path_factory.mktemp("model"))).eval()
 
 
-def make_runner(directory, model, handle, tasks=("single", "fwe"), n=3, floor=0.0, processes=None, text=None):
+def make_runner(directory, model, handle, tasks=("single", "fwe"), n=3, floor=0.0, joined=None, text=None):
     renderer = Renderer(tokenizer())
-    store = Store(directory, *((processes.rank, processes.world) if processes else ()))
+    store = Store(directory, *((joined.rank, joined.world) if joined else ()))
     prompts = []
     for task in tasks:
         for i in range(n):
@@ -41,7 +41,7 @@ def make_runner(directory, model, handle, tasks=("single", "fwe"), n=3, floor=0.
     if not store.frozen:
         store.freeze({"settings": {"n": n}, "conditions": []}, prompts)
     progress = Progress(Console(file=text or io.StringIO()), every=0)
-    return Runner(store, model, handle, renderer, 0, floor, progress, processes or Processes())
+    return Runner(store, model, handle, renderer, 0, floor, progress, joined or Processes())
 
 
 def test_one_result_a_prompt_with_all_its_parts(tmp_path, model):
@@ -72,7 +72,7 @@ def test_only_new_ids_are_decoded_and_any_end_id_stops(model):
         generation.make_greedy(model, tokenizer())
         assert model.generation_config.eos_token_id == [2, 7]
         assert model.generation_config.repetition_penalty in (None, 1.0)
-        answer = generation.generate(model, tokenizer(), ids, 6)
+        (answer,) = generation.generate(model, tokenizer(), [ids], 6)
         # Greedy by hand.
         sequence = list(ids)
         with torch.no_grad():
@@ -81,7 +81,7 @@ def test_only_new_ids_are_decoded_and_any_end_id_stops(model):
         assert answer.text == tokenizer().decode(sequence[len(ids) :], skip_special_tokens=True)
         assert (answer.n_new, answer.hit_cap) == (6, True)
         model.generation_config.eos_token_id = [2, sequence[len(ids) + 2]]
-        again = generation.generate(model, tokenizer(), ids, 6)
+        (again,) = generation.generate(model, tokenizer(), [ids], 6)
         assert again.n_new <= 3 and not again.hit_cap
         assert tokenizer().decode(sequence[len(ids) : len(ids) + again.n_new], skip_special_tokens=True) == again.text
     finally:
@@ -143,7 +143,7 @@ def test_a_sparse_method_without_sparse_calls_stops(tmp_path, model):
 
 def test_processes_share_the_prompts(tmp_path, model):
     for rank in range(2):
-        make_runner(tmp_path, model, FakeHandle(), processes=Processes(rank, 2)).run((DENSE,))
+        make_runner(tmp_path, model, FakeHandle(), joined=Processes(rank, 2)).run((DENSE,))
     files = {path.name: len(path.read_text().splitlines()) for path in (tmp_path / "results").iterdir()}
     assert files == {"dense.rank0.jsonl": 3, "dense.rank1.jsonl": 3}
     assert len(Store(tmp_path).results("dense")) == 6
@@ -206,6 +206,28 @@ def test_model_options_are_checked_before_loading(tmp_path):
     models.ModelSpec(str(tmp_path)).check()
     with pytest.raises(EvalError, match="cannot load the tokenizer"):
         models.load_tokenizer(models.ModelSpec(str(tmp_path), offline=True))
+
+
+def test_more_processes_than_gpus_share_them(monkeypatch):
+    spec = models.ModelSpec("owner/name")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [spec.resolved_device(rank) for rank in range(5)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
+    assert spec.sharing(2) is None and spec.sharing(1) is None
+    assert "5 processes share 2 GPUs:" in spec.sharing(5)
+    assert "2 processes share 1 GPU:" in models.ModelSpec("owner/name", device="cuda:1").sharing(2)
+    assert models.ModelSpec("owner/name", device="cpu").sharing(4) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert spec.sharing(4) is None
+
+
+def test_processes_join_through_gloo_whatever_the_devices(monkeypatch):
+    """NCCL would refuse two processes on one GPU."""
+    joined = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: joined.append(args))
+    for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert processes.join() == Processes(6, 8, 2, 4) and joined == [("gloo",)]
 
 
 def test_a_model_is_told_from_another_of_its_name(tmp_path):

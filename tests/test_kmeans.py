@@ -1,11 +1,13 @@
 """Minibatch k-means: the reference engine is scikit-learn's, and the torch engine follows the same rules."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from latent_santa import minibatch
+from latent_santa.distances import row_factors
 from latent_santa.kmeans import inertia, minibatch_kmeans
 
 ENGINES = ("sklearn", "torch")
@@ -32,6 +34,10 @@ def stack(make, lengths, width, rows=None) -> torch.Tensor:
     for q, n in enumerate(lengths):
         points[q, :n] = make(n, width, seed=q).bfloat16().float()
     return points
+
+
+def table_of(points: torch.Tensor) -> torch.Tensor:
+    return row_factors(points, points.float().square().sum(-1))
 
 
 def parents(lengths, size=16) -> list[int]:
@@ -114,25 +120,33 @@ def test_seeding_does_not_depend_on_the_batch():
     g = torch.Generator().manual_seed(0)
     lengths, clusters = [400, 13000, 37], [90, 60, 5]
     points = torch.randint(-8, 9, (3, 13000, 6), generator=g).float()
-    norms = points.square().sum(-1)
-    together = minibatch._seed_centers(points, norms, lengths, clusters, 7)
+    table = table_of(points)
+    together = minibatch._seed_centers(table, 6, lengths, clusters, 7)
     for q, (n, k) in enumerate(zip(lengths, clusters, strict=True)):
-        mine = slice(q, q + 1)
-        alone = minibatch._seed_centers(points[mine, :n].contiguous(), norms[mine, :n].contiguous(), [n], [k], 7)
+        alone = minibatch._seed_centers(table[q : q + 1, :n].contiguous(), 6, [n], [k], 7)
         assert torch.equal(together[q, :k], alone[0])
         assert len(alone[0].unique(dim=0)) == k  # a row at distance 0 is never drawn
+
+
+def test_seeding_does_not_depend_on_the_centers_of_a_step(monkeypatch):
+    points = stack(latent_like, [300, 200], 8).nan_to_num()
+    table, lengths, clusters = table_of(points), [300, 200], [20, 9]
+    expected = minibatch._seed_centers(table, 8, lengths, clusters, 2)
+    for at_once in (7, 19, 64):
+        monkeypatch.setitem(minibatch._CENTERS_PER_STEP, "cpu", at_once)
+        assert torch.equal(minibatch._seed_centers(table, 8, lengths, clusters, 2), expected)
 
 
 def test_seeding_is_greedy_like_scikit_learn():
     from sklearn.cluster import kmeans_plusplus
 
     points = stack(latent_like, [800], 12)
-    norms = points.square().sum(-1)
+    table = table_of(points)
 
     def potential(centers):
         return torch.cdist(points[0].double(), centers.double()).square().amin(1).sum()
 
-    ours = sum(potential(minibatch._seed_centers(points, norms, [800], [50], seed)[0]) for seed in range(8))
+    ours = sum(potential(minibatch._seed_centers(table, 12, [800], [50], seed)[0]) for seed in range(8))
     theirs = sum(
         potential(torch.from_numpy(kmeans_plusplus(points[0].numpy(), 50, random_state=seed)[0])) for seed in range(8)
     )
@@ -146,12 +160,12 @@ def test_fitting_does_not_depend_on_the_batch():
     g = torch.Generator().manual_seed(6)
     towns = 50 * torch.arange(4.0)[:, None].expand(4, 3)
     points = towns[torch.arange(5000) % 4] + torch.randn(3, 5000, 3, generator=g)
-    centers, norms = towns.expand(3, 4, 3), points.square().sum(-1)
+    table, centers = table_of(points), towns.expand(3, 4, 3)
     real = torch.arange(4) < clusters[:, None]
-    together = minibatch._fit(points, norms, centers, real, lengths, clusters, 9)
+    together = minibatch._fit(table, centers, real, lengths, clusters, 9)
     for q, k in enumerate(clusters.tolist()):
         one = slice(q, q + 1)
-        alone = minibatch._fit(points[one], norms[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9)
+        alone = minibatch._fit(table[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9)
         torch.testing.assert_close(together[q, :k], alone[0], rtol=1e-5, atol=1e-5)
         assert not torch.equal(alone[0], towns[:k])
 
@@ -197,29 +211,11 @@ def test_degenerate_problems(engine, group):
     assert inertia(points, lengths, labels)[:4].max() < 1e-9
 
 
-def test_nearest_takes_the_lowest_of_equal_centers_and_no_padding_center():
-    centers = torch.tensor([[[5.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
-    real = torch.tensor([[True, True, True, False]])
-    score, label = minibatch._nearest(torch.tensor([[[1.5, 0.0], [0.0, 0.0], [4.0, 1.0]]]), centers, real)
-    assert label.tolist() == [[1, 1, 0]]
-    assert score.tolist() == [[1 - 3.0, 1.0, 25 - 40.0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_rows_meet_centers_of_more_than_half_precision(dtype):
-    g = torch.Generator().manual_seed(3)
-    rows, centers = torch.randn(1, 50, 64, generator=g).to(dtype), torch.randn(1, 9, 64, generator=g)
-    score, label = minibatch._nearest(rows, centers, torch.ones(1, 9, dtype=torch.bool))
-    exact = torch.cdist(rows.double(), centers.double()).square() - rows.double().square().sum(-1, keepdim=True)
-    torch.testing.assert_close(score.double(), exact.amin(-1), rtol=0, atol=2e-3)
-    assert torch.equal(label, exact.argmin(-1))
-
-
 def new_fit(length, k, centers, **state) -> minibatch._Fit:
     problems, padded, _ = centers.shape
     defaults = {
         "length": torch.tensor(length), "k": torch.tensor(k),
-        "real": torch.arange(padded) < torch.tensor(k)[:, None], "centers": centers,
+        "real": torch.arange(padded) < torch.tensor(k)[:, None], "centers": centers.clone(),
         "counts": torch.zeros(problems, padded), "since": torch.zeros(problems, dtype=torch.int64),
         "smooth": torch.zeros(problems, dtype=torch.float64),
         "lowest": torch.full((problems,), torch.inf, dtype=torch.float64),
@@ -234,11 +230,25 @@ def test_centers_move_to_the_mean_of_all_their_rows_and_stopped_ones_stay():
     fit = new_fit(
         [6, 6], [3, 3], start, counts=torch.tensor([[0.0, 2.0, 5.0]] * 2), running=torch.tensor([True, False])
     )
-    rows, sizes = torch.randn(2, 6, 4, generator=g), torch.tensor([[4, 1, 0], [4, 1, 0]])  # the sixth is a padding slot
-    fit.update(rows, sizes)
-    torch.testing.assert_close(fit.centers[0, 0], rows[0, :4].mean(0))
-    torch.testing.assert_close(fit.centers[0, 1], (2 * start[0, 1] + rows[0, 4]) / 3)
+    first, second = torch.randn(2, 4, generator=g), torch.randn(4, generator=g)
+    sums = torch.stack((first.sum(0), second, torch.zeros(4))).expand(2, 3, 4)
+    fit.update(sums, torch.tensor([[2, 1, 0], [2, 1, 0]]))
+    torch.testing.assert_close(fit.centers[0, 0], first.mean(0))
+    torch.testing.assert_close(fit.centers[0, 1], (2 * start[0, 1] + second) / 3)
     assert torch.equal(fit.centers[0, 2], start[0, 2]) and torch.equal(fit.centers[1], start[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_added_up_by_center(dtype):
+    g = torch.Generator().manual_seed(5)
+    x, label = torch.randn(2, 50, 6, generator=g).to(dtype), torch.randint(7, (2, 50), generator=g)
+    used = torch.arange(50) < torch.tensor([[50], [31]])
+    belongs = torch.nn.functional.one_hot(label, 8).double() * used[:, :, None]  # the eighth center has no rows
+    members = torch.zeros(2, 50, 8, dtype=dtype) if dtype.itemsize == 2 else None
+    for _ in range(2):
+        sums = minibatch._sums(x, label, belongs.sum(1).long(), used, members)
+        torch.testing.assert_close(sums.double(), belongs.transpose(1, 2) @ x.double(), rtol=1e-6, atol=1e-6)
+        assert members is None or not members.any()
 
 
 def test_centers_of_low_count_move_to_rows_of_the_minibatch():
@@ -340,6 +350,19 @@ def test_scikit_learn_is_only_needed_by_its_engine(monkeypatch):
     with pytest.raises(ImportError, match="choose the engine 'torch'"):
         minibatch_kmeans(points, [20], [2])
     assert_valid(minibatch_kmeans(points, [20], [2], engine="torch"), [20], [2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_threads_cluster_at_once_on_cuda():
+    lengths = [1500, 2500]
+    sets = [stack(latent_like, lengths, width).cuda().bfloat16() for width in (32, 40, 48)]
+    alone = [minibatch_kmeans(points, lengths, parents(lengths)) for points in sets]
+    for _ in range(3):
+        with ThreadPoolExecutor(len(sets)) as pool:
+            together = list(pool.map(lambda points: minibatch_kmeans(points, lengths, parents(lengths)), sets))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
 @pytest.mark.gpu

@@ -85,6 +85,12 @@ def add_parser(subparsers: Any) -> None:
     add("--quant", default="none", choices=("none", "int8"), help="LLM.int8 weights, except kv_b_proj and lm_head")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto)")
     add("--device-map", help="auto: one model over several GPUs")
+    add(
+        "--batch-size",
+        type=int,
+        default=1,
+        help="prompts of one task generated together (1): faster on a GPU, and more memory",
+    )
     add("--out", type=Path, help="directory of the run (out/ruler-MODEL-TIME)")
     add("--resume", action="store_true", help="go on with the run in --out, if there is one")
     add("--dry-run", action="store_true", help="build the prompts and show their lengths; only the tokenizer is loaded")
@@ -120,9 +126,9 @@ def fill_defaults(args: argparse.Namespace) -> argparse.Namespace:
         raise EvalError(f"--budgets {filled.budgets}: give numbers such as 128,256") from error
     filled.parents = _list(str)(filled.parents)
     filled.teams = filled.teams or [(filled.parent_size, filled.representatives)]
-    for name in ("length", "n"):
+    for name in ("length", "n", "batch_size"):
         if getattr(filled, name) < 1:
-            raise EvalError(f"--{name} must be at least 1, got {getattr(filled, name)}")
+            raise EvalError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(filled, name)}")
     if not filled.methods or ("dense" != filled.methods[0] and not filled.budgets):
         raise EvalError("--methods and --budgets must name at least one each")
     if filled.out is None:

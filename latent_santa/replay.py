@@ -1,0 +1,54 @@
+"""Steps that run many times on the same tensors, replayed from a CUDA graph where there is one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache
+def _capture_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """One stream a device and thread.
+
+    The matrix library keeps a workspace of tens of megabytes for every stream it has seen, so there should be few; but
+    two threads cannot capture on one stream at a time.
+    """
+    return torch.cuda.Stream(device)
+
+
+class Replayed:
+    """A step that is called many times on the same tensors.
+
+    On CUDA the second call captures it in a graph, and calls from then on replay that: its kernels are shorter than
+    their launches. Everything that changes must change in place.
+    """
+
+    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
+        self.step, self.device = step, device
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
+
+    def __call__(self) -> None:
+        if self.device.type != "cuda" or not self.warm:
+            self.step()  # libraries that initialise themselves at first use must not do so in a capture
+            self.warm = True
+            return
+        if self.graph is None:
+            self.graph = self._capture()
+        self.graph.replay()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        # the context manager torch.cuda.graph would collect garbage first, which takes longer than the whole loop
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self.device, threading.get_ident())
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.step()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return graph
