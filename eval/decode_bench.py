@@ -42,12 +42,16 @@ def random_model(shape: str, dtype: torch.dtype, device: str) -> Any:
     return model.eval()
 
 
+# tokens of the prefill whose rows stand in for those of a long one
+SHORT = 2048
+
+
 @dataclass
 class Timing:
     """Figures of one setting; times in milliseconds are medians, memory in bytes.
 
     Attributes:
-        prefill_ms: dense prefill of the whole batch, without preparation.
+        prefill_ms: dense prefill of the whole batch, without preparation; None if the cache was filled with drawn rows.
         prepare_ms: parents, teams and frozen representatives of all layers; 0 for the unpatched model.
         step_ms: one decoding step of the whole batch.
         decode_peak: highest allocated GPU memory while decoding, weights included; None on a CPU.
@@ -56,7 +60,7 @@ class Timing:
     """
 
     name: str
-    prefill_ms: float
+    prefill_ms: float | None
     prepare_ms: float
     step_ms: float
     decode_peak: int | None
@@ -68,7 +72,13 @@ class Timing:
 
 
 def measure(
-    model: Any, batch: int, context: int, steps: int, repeats: int, settings: list[dict[str, Any]]
+    model: Any,
+    batch: int,
+    context: int,
+    steps: int,
+    repeats: int,
+    settings: list[dict[str, Any]],
+    fill: str = "prefill",
 ) -> Iterator[Timing]:
     """Time the unpatched model and then every setting (overrides of SantaConfig) on the same random tokens.
 
@@ -77,26 +87,33 @@ def measure(
         context: cached tokens a sequence before the first timed step.
         steps: timed decoding steps, after two untimed ones.
         repeats: prefills, of which the median is taken; one more comes first, untimed.
+        fill: where the cached rows come from. ``"prefill"`` of all tokens; or ``"rows"``, for contexts whose prefill
+            would take minutes: rows drawn from those of a short prefill, with noise of a tenth of their spread.
     """
     import latent_santa
 
     device = model.get_input_embeddings().weight.device
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, model.config.vocab_size, (batch, context), generator=generator).to(device)
-    yield _unpatched(model, ids, steps, repeats)
+    filled = _prefills if fill == "prefill" else _drawn
+    yield _unpatched(model, ids, steps, repeats, filled)
     for overrides in settings:
         # the prefill is timed without the replay, which would be counted as preparation otherwise
         with latent_santa.patch(model, **{**overrides, "first_token": "dense"}) as santa:
-            yield _patched(santa, model, ids, steps, repeats, _name(overrides))
+            yield _patched(santa, model, ids, steps, repeats, _name(overrides), filled)
 
 
 def _name(overrides: dict[str, Any]) -> str:
     return ", ".join(str(value) if name != "budget" else f"S={value}" for name, value in overrides.items())
 
 
+# (model, ids, repeats) -> (filled cache, milliseconds of a prefill)
+Fill = Callable[[Any, torch.Tensor, int], tuple[Any, float | None]]
+
+
 @torch.inference_mode()
-def _unpatched(model: Any, ids: torch.Tensor, steps: int, repeats: int) -> Timing:
-    cache, prefill_ms = _prefills(model, ids, repeats)
+def _unpatched(model: Any, ids: torch.Tensor, steps: int, repeats: int, filled: Fill) -> Timing:
+    cache, prefill_ms = filled(model, ids, repeats)
     step_ms, peak = _steps(model, ids, cache, steps)
     return Timing(
         "unpatched", prefill_ms, 0.0, step_ms, peak, _bytes(cache) / (ids.shape[0] * cache.get_seq_length()), 100.0
@@ -104,10 +121,11 @@ def _unpatched(model: Any, ids: torch.Tensor, steps: int, repeats: int) -> Timin
 
 
 @torch.inference_mode()
-def _patched(santa: Any, model: Any, ids: torch.Tensor, steps: int, repeats: int, name: str) -> Timing:
-    cache, prefill_ms = _prefills(model, ids, repeats)
+def _patched(santa: Any, model: Any, ids: torch.Tensor, steps: int, repeats: int, name: str, filled: Fill) -> Timing:
+    cache, prefill_ms = filled(model, ids, repeats)
+    santa.prepare(cache)  # untimed, and takes in a cache that no patched forward made
     prepared = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         for layer in cache.layers:
             layer.regroup()
         prepared.append(_timed(lambda: santa.prepare(cache), ids.device)[1])
@@ -115,10 +133,10 @@ def _patched(santa: Any, model: Any, ids: torch.Tensor, steps: int, repeats: int
     step_ms, peak = _steps(model, ids, cache, steps)
     held = _bytes(cache) + sum(layer.grouped.teams.bytes() for layer in cache.layers if layer.grouped.teams is not None)
     per_token = held / (ids.shape[0] * cache.get_seq_length())
-    return Timing(name, prefill_ms, statistics.median(prepared[1:]), step_ms, peak, per_token, santa.access.percent)
+    return Timing(name, prefill_ms, statistics.median(prepared), step_ms, peak, per_token, santa.access.percent)
 
 
-def _prefills(model: Any, ids: torch.Tensor, repeats: int) -> tuple[Any, float]:
+def _prefills(model: Any, ids: torch.Tensor, repeats: int) -> tuple[Any, float | None]:
     """A filled cache and the median time of a prefill of the base model."""
     times = []
     cache = None
@@ -130,6 +148,27 @@ def _prefills(model: Any, ids: torch.Tensor, repeats: int) -> tuple[Any, float]:
         cache = next(getattr(output, n) for n in CACHE_NAMES if getattr(output, n, None) is not None)
         del output
     return cache, statistics.median(times[1:])
+
+
+def _drawn(model: Any, ids: torch.Tensor, repeats: int) -> tuple[Any, None]:
+    """A cache of drawn rows, and no time."""
+    from transformers import DynamicCache
+
+    short = _prefills(model, ids[:1, :SHORT], 1)[0]
+    cache = DynamicCache()
+    batch, context = ids.shape
+    generator = torch.Generator(ids.device).manual_seed(2)
+    for number, layer in enumerate(short.layers):
+        drawn = []
+        for rows in (layer.keys, layer.values):
+            pick = torch.randint(rows.shape[2], (batch, context), generator=generator, device=ids.device)
+            part = rows[0, :, pick].transpose(0, 1).contiguous()
+            for sequence in part:  # one at a time bounds the float32 copies
+                noise = torch.randn(sequence.shape, generator=generator, device=ids.device)
+                sequence.add_((0.1 * rows.float().std() * noise).to(rows.dtype))
+            drawn.append(part)
+        cache.update(*drawn, number)
+    return cache, None
 
 
 def _steps(model: Any, ids: torch.Tensor, cache: Any, steps: int) -> tuple[float, int | None]:

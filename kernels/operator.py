@@ -16,12 +16,12 @@ from latent_santa.teams import Teams
 from .attend import attend_kernel
 from .combine import combine_kernel
 from .plan import (
-    BLOCK,
     Buffers,
     Plan,
     Shapes,
     Workspace,
     candidate_blocks,
+    candidates,
     launches_early,
     list_capacity,
     padded_teams,
@@ -162,7 +162,9 @@ class Call:
         s, p, held, teams = self.shapes, self.plan, self.held, self.teams
         first, second = teams.routing_keys[0], teams.routing_keys[-1]
         if isinstance(first, QuantisedKeys) and isinstance(second, QuantisedKeys):
-            keys, scales = (first.codes, second.codes), (first.scales, second.scales)
+            keys = (first.codes, second.codes)
+            # the 4-bit kernel reads the scales of two groups that share bytes as one word
+            scales = tuple(p.scales.view(torch.int32) if p.bits == 4 else p.scales for p in (first, second))  # type: ignore[assignment]
             groups = (first.group, second.group)
         else:
             keys = scales = (first, second)  # type: ignore[assignment]
@@ -170,35 +172,28 @@ class Call:
         options = self._launch(p.route_warps, p.route_stages)
         # the first launch waits for everything before it, so that scratch of the previous call is free
         options.pop("launch_pdl", None)
-        # a piece of a key in 4 bits is a piece of half of its dimensions
-        share = 2 if s.bits == 4 else 1
-        dims = (s.dims[0], s.dims[-1])
-        pieces = [min(max(p.route_dims, g), power(d // share, 16)) for d, g in zip(dims, groups, strict=True)]
+        pieces = [min(p.route_dims, power(d, 16)) for d in (s.dims[0], s.dims[-1])]
         grid = (-(-s.teams // p.route_teams), -(-s.heads // p.route_heads), s.batch * s.groups)
         route_kernel[grid](
             self.query[0], self.query[-1], *keys, *scales, teams.sizes, teams.count, self.draw.key, self.draw.step,
-            held.phi, held.tops, held.flags, self.scale, self.draw.layer, *self._query_strides(),
+            held.phi, held.noisy, held.tops, held.flags, self.scale, self.draw.layer, *self._query_strides(),
             *keys[0].stride()[:3], *keys[1].stride()[:3], s.teams, padded_teams(s.teams), s.groups, s.heads,
             words(s.heads), D0=s.dims[0], D1=s.dims[-1], DC0=pieces[0], DC1=pieces[1], T=p.route_teams,
             HB=p.route_heads, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, BITS=s.bits, GROUP0=groups[0],
-            GROUP1=groups[1], STAGES=p.route_stages, DTYPE=ELEMENT[s.dtype], PDL=self.early, **options,
+            GROUP1=groups[1], BLOCK=p.block, STAGES=p.route_stages, DTYPE=ELEMENT[s.dtype],
+            PHI=self.pooled, PDL=self.early, **options,
         )  # fmt: skip
 
     def select(self) -> None:
         """Find every head's threshold and flag its teams."""
         s, p, held = self.shapes, self.plan, self.held
         padded = padded_teams(s.teams)
-        tops = power(padded // BLOCK)
-        blocks = candidate_blocks(self.k)
-        width = power(self.k + 1, 16)
-        coarse = min(tops, max(2 * width, 32))
-        # sorting unrolls: beyond a thousand candidates a search takes its place
-        few = blocks * BLOCK <= 1024 and coarse >= width
         select_kernel[(s.heads, s.batch * s.groups)](
-            held.tops, held.phi, held.flags, held.corrections, self.teams.count, self.draw.key, self.draw.step,
-            held.blocks, held.thresholds[0], held.thresholds[1], self.draw.layer, self.k, padded, s.groups, s.heads,
-            words(s.heads), NT=tops, COARSE=coarse, NB=blocks, WIDTH=width, SORT=few, SHARED=self.shared,
-            PDL=self.early, **self._launch(p.select_warps),
+            held.tops, held.noisy, held.flags, held.corrections, self.teams.count, self.draw.key, self.draw.step,
+            held.blocks, held.found, held.thresholds[0], held.thresholds[1], self.draw.layer, self.k, padded, s.groups,
+            s.heads, words(s.heads), BLOCK=p.block, NT=power(padded // p.block), COARSE=p.coarse,
+            NB=candidate_blocks(self.k), ROOM=candidates(self.k), SHARED=self.shared, PDL=self.early,
+            **self._launch(p.select_warps),
         )  # fmt: skip
 
     def pool(self) -> None:
@@ -222,13 +217,14 @@ class Call:
         attend_kernel[(p.shares, -(-s.heads // p.attend_heads), s.batch * s.groups)](
             self.query[0], self.query[-1], first, second, rows.values, self.teams.team_of_row, held.flags,
             held.pooled if self.pooled else held.corrections, self.suffix.index, mask, held.list_rows, held.list_teams,
-            held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows, self.scale, *self._query_strides(),
-            *first.stride()[:3], *second.stride()[:3], *rows.values.stride()[:3], mask.stride(0), s.prompt, exact,
-            padded_teams(s.teams), s.groups, s.heads, power(list_capacity(s, p)), D0=s.dims[0], D1=s.dims[-1],
-            BD0=power(s.dims[0], 16), BD1=power(s.dims[-1], 16), V=s.values, BV=power(s.values, 16), HB=p.attend_heads,
-            BN=p.attend_rows, LANES=p.lanes, WORDS=words(s.heads), LATENT=self.latent, TWO=self.latent, SPLIT=s.split,
-            POOLED=self.pooled, ALL=self.everything, MASKED=visible is not None, DTYPE=ELEMENT[s.dtype],
-            STAGES=p.attend_stages, PDL=self.early and not self.everything, **options,
+            held.list_bits, held.part_out, held.part_mass[0], held.part_mass[1], held.part_rows, self.scale,
+            *self._query_strides(), *first.stride()[:3], *second.stride()[:3], *rows.values.stride()[:3],
+            mask.stride(0), s.prompt, exact, padded_teams(s.teams), s.groups, s.heads, list_capacity(s, p),
+            D0=s.dims[0], D1=s.dims[-1], BD0=power(s.dims[0], 16), BD1=power(s.dims[-1], 16), V=s.values,
+            BV=power(s.values, 16), HB=p.attend_heads, BN=p.attend_rows, LANES=p.lanes, WORDS=words(s.heads),
+            TALL=p.attend_tall, LATENT=self.latent, TWO=self.latent, SPLIT=s.split, POOLED=self.pooled,
+            ALL=self.everything, MASKED=visible is not None, DTYPE=ELEMENT[s.dtype], STAGES=p.attend_stages,
+            PDL=self.early and not self.everything, **options,
         )  # fmt: skip
 
     def combine(self) -> Output:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 RUN = 8
-BLOCK = 8
 
 
 def power(n: int, least: int = 1) -> int:
@@ -48,8 +47,10 @@ class Plan:
 
     Attributes:
         route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time.
-        attend_rows, attend_heads: rows and heads of an attention tile; ``shares`` programs split the rows;
-            ``lanes`` rows are looked at in one go while the list is made.
+        block: teams under one stored maximum; ``coarse`` maxima of these are compared with one another, 0 where that is
+            impossible.
+        attend_rows, attend_heads: rows and heads of an attention tile, in this order if ``attend_tall``; ``shares``
+            programs split the rows; ``lanes`` rows are looked at in one go while the list is made.
         combine_values, combine_shares: the tile of partial sums read in one go.
     """
 
@@ -58,12 +59,15 @@ class Plan:
     route_dims: int = 64
     route_stages: int = 4
     route_warps: int = 4
-    select_warps: int = 8
+    block: int = 8
+    coarse: int = 0
+    select_warps: int = 4
     pool_teams: int = 64
     attend_rows: int = 32
     attend_heads: int = 16
     attend_stages: int = 2
     attend_warps: int = 4
+    attend_tall: bool = False
     shares: int = 1
     lanes: int = 1024
     combine_values: int = 64
@@ -101,40 +105,68 @@ def fitted(s: Shapes, p: Plan) -> Plan:
 
 
 def choose(s: Shapes) -> Plan:
-    """The plan for a call, before overrides."""
+    """The plan for a call, before overrides. Figures are from tuning runs on an H200 (NOTES.md)."""
     wide = s.dims[0] > 256
     heads = power(s.heads)
     exact = s.split or s.dtype == torch.float32
     sequences = s.batch * s.groups
     route_heads = min(max(heads, 8), 64 if exact else 128)
-    # large blocks read the queries less often, small ones fill the device
-    blocks = sequences * -(-s.heads // route_heads) * -(-s.teams // 128)
-    route_teams = 128 if blocks >= 2 * s.processors else 64
+    route_teams = 64 if s.bits == 16 or route_heads > 32 else 128
     if s.dtype == torch.float32:
         route_teams, route_heads = 32, min(route_heads, 32)
-    alone = sequences * -(-s.teams // route_teams) <= s.processors and heads <= 32
-    attend_heads = min(max(heads, 16), 32)  # selections are read in words of 32 heads
-    attend_rows = 32 if wide else 64
+    # both lists of the selection are about as long: maxima of blocks, and the scores of the blocks that it looks into
+    block = 8
+    while block < 32 and padded_teams(s.teams) // block > 24 * candidate_blocks(s.teams_per_head):
+        block *= 2
+    coarse = coarse_maxima(s.teams_per_head)
+    if coarse > min(256, padded_teams(s.teams) // block):
+        coarse = 0
+    tall = heads <= 8
+    attend_heads = 8 if tall else min(max(heads, 16), 32)  # selections are read in words of 32 heads
+    attend_rows = 64 if wide or sequences < 16 else 32
     if s.dtype == torch.float32:
         attend_rows = 16
-    # enough shares to hide latency, few enough to keep their sums small; a wide tile leaves room for two on a processor
-    tiles = -(-(min(s.most_rows, s.prompt) + s.suffix) // min(attend_rows, 32))
-    share_room = max(1, (2 if wide else 4) * s.processors // (sequences * -(-s.heads // attend_heads)))
-    shares = max(1, min(tiles, share_room, 128))
+    elif wide and s.split:
+        attend_rows = 32
+    # one program a processor where the rows are few, else as many as stay resident at once
+    tiles = -(-(min(s.most_rows, s.prompt) + s.suffix) // attend_rows)
+    alone = max(1, s.processors // (sequences * -(-s.heads // attend_heads)))
+    most = (3 if sequences >= 16 else 2) * alone if tall else alone if tiles <= alone + alone // 2 else 2 * alone
+    shares = max(1, min(2 * tiles, most, 256))
     per = -(-s.prompt // (RUN * shares)) * RUN
     plan = Plan(
         route_teams=route_teams,
         route_heads=route_heads,
-        route_stages=8 if alone and not exact else 4,
-        route_warps=8 if route_teams == 128 else 4,
+        route_stages=3 if route_heads > 32 else 4,
+        route_warps=8 if route_heads > 32 and not exact else 4,
+        block=block,
+        coarse=coarse,
         attend_rows=attend_rows,
         attend_heads=attend_heads,
+        attend_warps=8 if wide and heads <= 16 else 4,
+        attend_stages=3 if attend_rows == 32 and not wide else 2,
+        attend_tall=tall,
         shares=shares,
-        lanes=min(power(per, 32), 1024),
+        lanes=min(power(per, 32), 2048 if tall else 1024),
         combine_values=min(power(s.values, 16), 64),
         combine_shares=min(power(shares), 128),
     )
     return fitted(s, plan)
+
+
+def coarse_maxima(teams_per_head: int) -> int:
+    """Coarse maxima among which the (K+1)-st is looked for: enough of them that it bounds the threshold tightly."""
+    return power(teams_per_head + 1 + (teams_per_head + 1) // 2, 32)
+
+
+def candidate_blocks(teams_per_head: int) -> int:
+    """Blocks of teams that the selection looks into: about 1.4 K are expected to reach the bound."""
+    return power(teams_per_head + 1 + (teams_per_head + 1) // 2, 32)
+
+
+def candidates(teams_per_head: int) -> int:
+    """Scores that are ranked, by comparing all with all: more than blocks, as neighbours are often both large."""
+    return max(candidate_blocks(teams_per_head), 128)
 
 
 @dataclass
@@ -142,14 +174,17 @@ class Buffers:
     """Scratch of one call; ``Q`` is B * G and MP the teams padded to whole routing blocks."""
 
     phi: Tensor
+    noisy: Tensor
     tops: Tensor
     flags: Tensor
     corrections: Tensor
     blocks: Tensor
+    found: Tensor
     pooled: Tensor
     thresholds: Tensor
     list_rows: Tensor
     list_teams: Tensor
+    list_bits: Tensor
     part_out: Tensor
     part_mass: Tensor
     part_rows: Tensor
@@ -182,12 +217,14 @@ class Workspace:
         return found
 
     def buffers(self, s: Shapes, p: Plan, device: torch.device) -> Buffers:
-        """Scratch for these shapes. A decode loop's growing suffix moves to new list buffers only now and then."""
-        padded = padded_teams(s.teams)
+        """Scratch for these shapes."""
         capacity = list_capacity(s, p)
+        padded = padded_teams(s.teams)
         blocks = -(-s.heads // p.attend_heads)
-        listed = candidate_blocks(s.teams_per_head)
-        key = (s.batch, s.groups, s.heads, padded, s.values, p.shares, blocks, power(capacity), listed, device)
+        ranked = candidates(s.teams_per_head)
+        key = (
+            s.batch, s.groups, s.heads, padded, p.block, s.values, p.shares, blocks, capacity, ranked, device
+        )  # fmt: skip
         found = self._buffers.get(key)
         if found is None:
             q = s.batch * s.groups
@@ -197,14 +234,17 @@ class Workspace:
 
             found = self._buffers[key] = Buffers(
                 phi=empty(q, s.heads, padded),
-                tops=empty(q, s.heads, padded // BLOCK),
+                noisy=empty(q, s.heads, padded),
+                tops=empty(q, s.heads, padded // p.block),
                 flags=empty(q, words(s.heads), padded, dtype=torch.int32),
-                corrections=empty(q, s.heads, padded),
-                blocks=empty(q, s.heads, listed, dtype=torch.int32),
+                corrections=empty(q, padded, s.heads),
+                blocks=empty(q, s.heads, candidate_blocks(s.teams_per_head), dtype=torch.int32),
+                found=empty(q, s.heads, ranked, dtype=torch.int64),
                 pooled=empty(q, padded),
                 thresholds=empty(2, q, s.heads),
-                list_rows=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
-                list_teams=empty(q, blocks, p.shares, power(capacity), dtype=torch.int32),
+                list_rows=empty(q, blocks, p.shares, capacity, dtype=torch.int32),
+                list_teams=empty(q, blocks, p.shares, capacity, dtype=torch.int32),
+                list_bits=empty(q, blocks, p.shares, capacity, dtype=torch.int32),
                 part_out=empty(q, s.heads, p.shares, s.values),
                 part_mass=empty(2, q, s.heads, p.shares),
                 part_rows=empty(q, p.shares, 2, dtype=torch.int32),
@@ -232,14 +272,10 @@ def words(heads: int) -> int:
     return -(-heads // 32)
 
 
-def candidate_blocks(teams_per_head: int) -> int:
-    """Blocks of teams that the selection looks into: K + 1 hold the K + 1 largest scores, with room for near ties."""
-    return power(teams_per_head + 1 + (teams_per_head + 1) // 4, 8)
-
-
 def list_capacity(s: Shapes, p: Plan) -> int:
-    """Rows that one share may have to list."""
-    return -(-s.prompt // (RUN * p.shares)) * RUN + -(-s.suffix // p.shares)
+    """Rows that one share may have to list; a power of two, so that a growing suffix moves to new buffers only now and
+    then."""
+    return power(-(-s.prompt // (RUN * p.shares)) * RUN + -(-s.suffix // p.shares))
 
 
 @functools.cache

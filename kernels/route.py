@@ -1,7 +1,7 @@
-"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of every 8 teams.
+"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of a block of teams.
 
-Algorithm 1, lines 3-7. Teams are the rows of the matrix product, heads its columns. phi is kept, the noise is not: it
-is cheaper to draw again than to read back.
+Algorithm 1, lines 3-7. Teams are the rows of the matrix product, heads its columns. The noisy scores are kept; phi of
+the few selected teams comes back by drawing their noise again, and only the pooled estimator needs it of others.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .draws import dot, gumbel_tile, sequence_key, split
-
-BLOCK = tl.constexpr(8)  # teams under one stored maximum
+from .draws import INTERPRETED, dot, gumbel_tile, sequence_key, split
 
 
 @triton.jit
@@ -33,13 +31,102 @@ def product(acc, k, q, dtype: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def dequantised(codes, scales, row, group, live, dtype: tl.constexpr, GROUP: tl.constexpr):
-    """Codes ``(T, D)`` as integers times their scales, rounded to the rows' dtype."""
-    T: tl.constexpr = codes.shape[0]
-    D: tl.constexpr = codes.shape[1]
-    s = tl.load(scales + row[:, None] + group[None, :], mask=live, other=0.0).to(tl.float32)
-    x = tl.reshape(codes.to(tl.float32), (T, D // GROUP, GROUP)) * tl.expand_dims(s, 2)
-    return tl.reshape(x, (T, D)).to(dtype)
+def nibbles(codes, dtype: tl.constexpr):
+    """Bytes as the numbers in their low and in their high halves, each less 8, in ``dtype``.
+
+    A 16-bit float of the right exponent has the nibble for its last bits: one byte permutation makes two of them, and
+    one addition takes away what the exponent stands for. Conversions would take ten times the instructions.
+    """
+    if INTERPRETED or (dtype != tl.bfloat16 and dtype != tl.float16):
+        return ((codes & 15).to(tl.int32) - 8).to(dtype), ((codes >> 4).to(tl.int32) - 8).to(dtype)
+    elif dtype == tl.bfloat16:
+        # 0x43nn is 128 + nn; times 0x3F80 (1) plus 0xC308 (-136)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, one, less;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 less, 0xC308C308;
+            and.b32 low, $4, 0x0F0F0F0F;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            prmt.b32 $0, low, 0x43434343, 0x4140;
+            prmt.b32 $1, low, 0x43434343, 0x4342;
+            prmt.b32 $2, high, 0x43434343, 0x4140;
+            prmt.b32 $3, high, 0x43434343, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, less;
+            fma.rn.bf16x2 $1, $1, one, less;
+            fma.rn.bf16x2 $2, $2, one, less;
+            fma.rn.bf16x2 $3, $3, one, less;
+            }""",
+            "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        # 0x64nn is 1024 + nn; times 0x3C00 (1) plus 0xE408 (-1032)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, one, less;
+            mov.b32 one, 0x3C003C00;
+            mov.b32 less, 0xE408E408;
+            and.b32 low, $4, 0x0F0F0F0F;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            prmt.b32 $0, low, 0x64646464, 0x4140;
+            prmt.b32 $1, low, 0x64646464, 0x4342;
+            prmt.b32 $2, high, 0x64646464, 0x4140;
+            prmt.b32 $3, high, 0x64646464, 0x4342;
+            fma.rn.f16x2 $0, $0, one, less;
+            fma.rn.f16x2 $1, $1, one, less;
+            fma.rn.f16x2 $2, $2, one, less;
+            fma.rn.f16x2 $3, $3, one, less;
+            }""",
+            "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def half_float(word):
+    """The float16 in a word's lower half, as float32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def add_coded_scores(
+    acc, q, keys, scales, team, live, head, H, q_stride, k_stride, D: tl.constexpr, dtype: tl.constexpr,
+    SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc ``(T, heads)`` plus the products of one key part in codes, a group of dimensions at a time.
+
+    ``scales`` are float16, in 4 bits a word for two groups.
+
+    Codes are exact in a 16-bit float, so a group's scale multiplies its sum of products instead of its dimensions.
+    """
+    T: tl.constexpr = acc.shape[0]
+    HB: tl.constexpr = acc.shape[1]
+    # a matrix product has at least 16 dimensions; a shorter group is padded with queries of zero
+    DC: tl.constexpr = GROUP if GROUP > 16 else 16
+    row = team.to(tl.int64) * k_stride
+    dim = tl.arange(0, DC)
+    ok = live[:, None] & (dim < GROUP)[None, :]
+    zero = tl.zeros((T, HB), tl.float32)
+    if BITS == 4:
+        for pair in tl.range(0, D // GROUP // 2, num_stages=STAGES):
+            d = pair * GROUP
+            c = tl.load(keys + row[:, None] + (d + dim)[None, :], mask=ok, other=0)
+            # two float16 scales in one word, so that the load can be issued stages ahead
+            s = tl.load(scales + team * (D // GROUP // 2) + pair, mask=live, other=0)
+            low, high = nibbles(c, dtype)
+            asked = load_query(q + 2 * d, head, dim, H, GROUP, q_stride)
+            acc += product(zero, low, asked, dtype, SPLIT) * half_float(s)[:, None]
+            asked = load_query(q + 2 * d + GROUP, head, dim, H, GROUP, q_stride)
+            acc += product(zero, high, asked, dtype, SPLIT) * half_float(s >> 16)[:, None]
+    else:
+        for group in tl.range(0, D // GROUP, num_stages=STAGES):
+            d = group * GROUP
+            c = tl.load(keys + row[:, None] + (d + dim)[None, :], mask=ok, other=0)
+            s = tl.load(scales + team * (D // GROUP) + group, mask=live, other=0.0).to(tl.float32)
+            asked = load_query(q + d, head, dim, H, GROUP, q_stride)
+            acc += product(zero, c.to(dtype), asked, dtype, SPLIT) * s[:, None]
+    return acc
 
 
 @triton.jit
@@ -47,44 +134,32 @@ def add_scores(
     acc, q, keys, scales, team, live, head, H, q_stride, k_stride, D: tl.constexpr, DC: tl.constexpr,
     dtype: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc ``(T, heads)`` plus one key part's products, DC dimensions at a time."""
-    row = team.to(tl.int64) * k_stride
-    groups: tl.constexpr = D // GROUP
-    scale_row = team.to(tl.int64) * groups
-    if BITS == 4:
-        half: tl.constexpr = D // 2
-        for d in tl.range(0, half, DC, num_stages=STAGES):
-            dim = d + tl.arange(0, DC)
-            group = d // GROUP + tl.arange(0, DC // GROUP)
-            ok = live[:, None] & (group < groups // 2)[None, :]
-            c = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < half)[None, :], other=0)
-            k = dequantised((c & 15).to(tl.int32) - 8, scales, scale_row, group, ok, dtype, GROUP)
-            acc = product(acc, k, load_query(q, head, dim, H, half, q_stride), dtype, SPLIT)
-            k = dequantised((c >> 4).to(tl.int32) - 8, scales, scale_row + groups // 2, group, ok, dtype, GROUP)
-            acc = product(acc, k, load_query(q + half, head, dim, H, half, q_stride), dtype, SPLIT)
+    """acc ``(T, heads)`` plus one key part's products, DC dimensions at a time (in codes: a group at a time)."""
+    if BITS < 16:
+        return add_coded_scores(
+            acc, q, keys, scales, team, live, head, H, q_stride, k_stride, D, dtype, SPLIT, BITS, GROUP, STAGES
+        )  # fmt: skip
     else:
+        row = team.to(tl.int64) * k_stride
         for d in tl.range(0, D, DC, num_stages=STAGES):
             dim = d + tl.arange(0, DC)
             k = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0)
-            if BITS == 8:
-                group = d // GROUP + tl.arange(0, DC // GROUP)
-                k = dequantised(k, scales, scale_row, group, live[:, None] & (group < groups)[None, :], dtype, GROUP)
             acc = product(acc, k, load_query(q, head, dim, H, D, q_stride), dtype, SPLIT)
-    return acc
+        return acc
 
 
 @triton.jit(do_not_specialize=["layer"])
 def route_kernel(
-    q0, q1, k0, k1, s0, s1, sizes, count, key, step, phi, tops, flags, scale, layer, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h,
-    k0_b, k0_g, k0_m, k1_b, k1_g, k1_m, M, MP, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr,
-    DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
-    BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
+    q0, q1, k0, k1, s0, s1, sizes, count, key, step, phi, noisy, tops, flags, scale, layer, q0_b, q0_g, q0_h, q1_b,
+    q1_g, q1_h, k0_b, k0_g, k0_m, k1_b, k1_g, k1_m, M, MP, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr,
+    DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr,
+    SHARED: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, head block, sequence * G + group) scores the teams i T .. i T + T - 1.
 
-    Writes ``phi (B G, H, MP)``, ``tops (B G, H, MP / 8)`` and clears ``flags (B G, words, MP)``, in the blocks that
-    hold a real team; nothing beyond them is read later.
+    Writes ``noisy (B G, H, MP)``, if PHI the same without noise to ``phi``, and ``tops (B G, H, MP / BLOCK)``; clears
+    ``flags (B G, words, MP)``. All in the blocks that hold a real team; nothing beyond them is read later.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -105,6 +180,9 @@ def route_kernel(
         query1 = q1 + b.to(tl.int64) * q1_b + g.to(tl.int64) * q1_g
         keys0 = k0 + b.to(tl.int64) * k0_b + g.to(tl.int64) * k0_g
         keys1 = k1 + b.to(tl.int64) * k1_b + g.to(tl.int64) * k1_g
+        # two 4-bit groups have one word of scales
+        scales0 = s0 + first * (D0 // GROUP0 // (2 if BITS == 4 else 1))
+        scales1 = s1 + first * (D1 // GROUP1 // (2 if BITS == 4 else 1))
         acc = tl.zeros((T, HB), tl.float32)
         if TWO and BITS == 16 and DC1 >= D1:
             # the short part is asked for first and used last, so that its way from memory is hidden
@@ -115,27 +193,29 @@ def route_kernel(
             )  # fmt: skip
             asked = load_query(query1, head, dim, H, D1, q1_h)
             acc = add_scores(
-                acc, query0, keys0, s0 + first * (D0 // GROUP0), team, live, head, H, q0_h, k0_m, D0, DC0, DTYPE, SPLIT,
+                acc, query0, keys0, scales0, team, live, head, H, q0_h, k0_m, D0, DC0, DTYPE, SPLIT,
                 BITS, GROUP0, STAGES,
             )  # fmt: skip
             acc = product(acc, short, asked, DTYPE, SPLIT)
         else:
             acc = add_scores(
-                acc, query0, keys0, s0 + first * (D0 // GROUP0), team, live, head, H, q0_h, k0_m, D0, DC0, DTYPE, SPLIT,
+                acc, query0, keys0, scales0, team, live, head, H, q0_h, k0_m, D0, DC0, DTYPE, SPLIT,
                 BITS, GROUP0, STAGES,
             )  # fmt: skip
             if TWO:
                 acc = add_scores(
-                    acc, query1, keys1, s1 + first * (D1 // GROUP1), team, live, head, H, q1_h, k1_m, D1, DC1, DTYPE,
+                    acc, query1, keys1, scales1, team, live, head, H, q1_h, k1_m, D1, DC1, DTYPE,
                     SPLIT, BITS, GROUP1, STAGES,
                 )  # fmt: skip
         score = acc * scale + tl.log(tl.maximum(size, 1).to(tl.float32))[:, None]
         score = tl.where((size > 0)[:, None], score, float("-inf"))
-        noisy = score + gumbel_tile(seed, team, g, h0, now, layer, HB, SHARED)
+        value = score + gumbel_tile(seed, team, g, h0, now, layer, HB, SHARED)
         line = bg.to(tl.int64) * H + head
         ok = (head < H)[None, :]
-        tl.store(phi + line[None, :] * MP + team[:, None], score, mask=ok)
-        top = tl.max(tl.reshape(noisy, (T // BLOCK, BLOCK, HB)), 1)
+        tl.store(noisy + line[None, :] * MP + team[:, None], value, mask=ok)
+        if PHI:
+            tl.store(phi + line[None, :] * MP + team[:, None], score, mask=ok)
+        top = tl.max(tl.reshape(value, (T // BLOCK, BLOCK, HB)), 1)
         place = tile * (T // BLOCK) + tl.arange(0, T // BLOCK)
         tl.store(tops + line[None, :] * (MP // BLOCK) + place[:, None], top, mask=ok)
         if tl.program_id(1) == 0:

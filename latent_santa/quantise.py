@@ -2,8 +2,8 @@
 
 Routing reads one key a team on every step, most of what a sampled step reads at long contexts. The estimator stays
 unbiased under any routing scores, as long as the corrections use the same ones (Appendix A), so the routing copy may
-be coarse. A key becomes symmetric integer codes with one scale per group of consecutive dimensions. The value that a
-code stands for is code times scale, rounded to the cache's dtype, in every backend.
+be coarse. A key becomes symmetric integer codes with one scale per group of consecutive dimensions. A code stands for
+code times scale, which float32 holds exactly and no backend rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BITS = {"int8": 8, "int4": 4}
-GROUPS = {"int8": 64, "int4": 32}
+GROUPS = {"int8": 64, "int4": 64}
 
 
 @dataclass
@@ -23,19 +23,17 @@ class QuantisedKeys:
     """One part of the routing keys, ``(B, G, M, D)`` as codes. It stands in for a tensor in ``Teams.routing_keys``.
 
     Attributes:
-        codes: ``(B, G, M, D)`` int8, or for 4 bits ``(B, G, M, D / 2)`` uint8: byte j holds dimension j in its low
-            nibble and dimension j + D / 2 in its high one, each plus 8.
+        codes: ``(B, G, M, D)`` int8, or for 4 bits ``(B, G, M, D / 2)`` uint8: two neighbouring groups share bytes, the
+            first in their low nibbles and the second in their high ones, each plus 8.
         scales: ``(B, G, M, D / group)`` float16.
         bits: 8 or 4.
         group: dimensions that share a scale.
-        dtype: the cache's dtype, to which values are rounded.
     """
 
     codes: Tensor
     scales: Tensor
     bits: int
     group: int
-    dtype: torch.dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -46,17 +44,14 @@ class QuantisedKeys:
     def device(self) -> torch.device:
         return self.codes.device
 
-    def dequantise(self) -> Tensor:
-        """``(B, G, M, D)`` in the cache's dtype."""
+    def float(self) -> Tensor:
+        """``(B, G, M, D)`` in float32, which is all that :func:`latent_santa.rows.scores` asks of a key part."""
         codes = self.codes
         if self.bits == 4:
-            codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+            pairs = codes.unflatten(-1, (-1, self.group))
+            codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int8) - 8
         values = codes.unflatten(-1, (-1, self.group)).float() * self.scales[..., None].float()
-        return values.flatten(-2).to(self.dtype)
-
-    def float(self) -> Tensor:
-        """The values in float32, which is all that :func:`latent_santa.rows.scores` asks of a key part."""
-        return self.dequantise().float()
+        return values.flatten(-2)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantisedKeys:
         """The keys with ``change``, which touches no dimension but the first three, applied to codes and scales."""
@@ -86,8 +81,8 @@ KeyPart = Tensor | QuantisedKeys
 
 
 def scale_group(dims: int, routing_dtype: str) -> int:
-    """Dimensions that share a scale: the format's default, halved until it divides the dimensions (of half a key for
-    int4, whose halves are packed side by side).
+    """Dimensions that share a scale: the format's default, halved until it divides the dimensions (half of them for
+    int4, where two groups share bytes).
 
     Raises:
         ValueError: ``dims`` has no group of 8 or more.
@@ -127,9 +122,9 @@ def quantise(keys: Tensor, routing_dtype: str, group: int | None = None) -> Quan
     step = scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
     codes = (grouped / step).round().clamp(-largest, largest).flatten(-2).to(torch.int8)
     if bits == 4:
-        low, high = (codes + 8).to(torch.uint8).chunk(2, -1)
-        codes = low | (high << 4)
-    return QuantisedKeys(codes.contiguous(), scales.contiguous(), bits, group, keys.dtype)
+        low, high = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2, group)).unbind(-2)
+        codes = (low | (high << 4)).flatten(-2)
+    return QuantisedKeys(codes.contiguous(), scales.contiguous(), bits, group)
 
 
 def quantise_parts(keys: tuple[KeyPart, ...], routing_dtype: str) -> tuple[KeyPart, ...]:

@@ -94,21 +94,24 @@ def test_a_suffix_longer_than_the_prompt() -> None:
     check(make_call(heads=2, lengths=(20, 12), suffix=75, hidden=40, dims=(16, 16), dtype=torch.float16), 2)
 
 
-def test_blocks_that_share_a_first_maximum_hold_all_the_large_scores() -> None:
-    """The first bound lets more blocks through than there is room for, and the search narrows them down."""
+def test_a_crowd_of_large_scores_is_searched() -> None:
+    """Large scores that share coarse maxima make the bound let more through than there is room for."""
     call = make_call(
-        "gqa", heads=1, lengths=(2304,), dims=(16,), suffix=0, parent_size=1, representatives=1, dtype=torch.float16
+        "gqa", heads=1, lengths=(5120,), dims=(16,), suffix=0, parent_size=1, representatives=1, dtype=torch.float16
     )
-    call.teams.routing_keys[0][:, :, ::256] = call.query[0].half()[:, :, :1] * 4
-    workspace = Workspace({**SMALL, "shares": 1, "lanes": 1024, "route_teams": 128})
+    # 160 teams in the twenty blocks of 8 whose maxima are under one of the 32 coarse maxima
+    crowd = call.teams.routing_keys[0].view(1, 1, 20, 256, 16)[:, :, :, :8]
+    crowd[:] = call.query[0].half()[:, :, :1, None] * 4
+    workspace = Workspace({**SMALL, "route_teams": 128, "block": 8, "coarse": 32})
     compare(call.kernels(2, workspace), call.twin(2), ROUNDING)
     (held,) = workspace._buffers.values()
-    tops = held.tops[0, 0, : 2304 // 8]
+    tops = torch.full((1024,), -torch.inf)
+    tops[: 5120 // 8] = held.tops[0, 0, : 5120 // 8]
     bound = tops.view(-1, 32).amax(0).sort(descending=True).values[2]
-    assert int((tops >= bound).sum()) > held.blocks.shape[-1]
+    assert int((held.noisy[0, 0, :5120] >= bound).sum()) > held.found.shape[-1] == 128
 
 
-def test_many_candidates_are_searched_not_sorted() -> None:
+def test_many_teams_a_head() -> None:
     call = make_call(
         "gqa", heads=1, lengths=(560,), dims=(16,), suffix=0, parent_size=2, representatives=2, dtype=torch.float16
     )
@@ -120,7 +123,8 @@ def test_quantised_routing_keys(routing_dtype: str, dims: tuple[int, int]) -> No
     check(make_call(heads=2, lengths=(60,), dims=dims, routing_dtype=routing_dtype, dtype=torch.float16), 3)
 
 
-def test_equal_scores_select_the_lower_teams_and_exactly_k() -> None:
+@pytest.mark.parametrize("coarse", [0, 16])
+def test_equal_scores_select_the_lower_teams_and_exactly_k(coarse: int) -> None:
     """phi makes up for the noise, so that every noisy score is 5000 and more blocks tie than there is room for."""
     teams, k = 100, 3
     key, step = noise_keys(1, [0], "cpu"), torch.tensor([9])
@@ -130,9 +134,10 @@ def test_equal_scores_select_the_lower_teams_and_exactly_k() -> None:
     flags, corrections = torch.zeros(1, 128, dtype=torch.int32), torch.full((1, 128), torch.nan)
     tau, kth = torch.full((1,), torch.nan), torch.full((1,), torch.nan)
     select_kernel[(1, 1)](
-        torch.full((16,), 5000.0), phi, flags, corrections, torch.tensor([teams], dtype=torch.int32), key, step,
-        torch.full((8,), 10**6, dtype=torch.int32), tau, kth, 2, k, 128, 1, 1, 1, NT=16, COARSE=16, NB=8, WIDTH=16,
-        SORT=True, SHARED=False, PDL=False,
+        torch.full((16,), 5000.0), torch.full((128,), 5000.0), flags, corrections,
+        torch.tensor([teams], dtype=torch.int32), key, step, torch.full((8,), 10**6, dtype=torch.int32),
+        torch.full((16,), 10**12, dtype=torch.int64), tau, kth, 2, k, 128, 1, 1, 1, BLOCK=8, NT=16, COARSE=coarse, NB=8,
+        ROOM=16, SHARED=False, PDL=False,
     )  # fmt: skip
     assert flags[0].nonzero()[:, 0].tolist() == [0, 1, 2] and tau.item() == kth.item() == 5000
     want = log_inclusion(phi[0, :k] - 5000)

@@ -31,6 +31,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--backend", default="torch", help="torch, triton, or both")
     parser.add_argument("--steps", type=int, default=20, help="timed decoding steps")
     parser.add_argument("--repeats", type=int, default=3, help="timed prefills and preparations")
+    parser.add_argument(
+        "--fill",
+        default="prefill",
+        choices=("prefill", "rows"),
+        help="rows: cached rows drawn from those of a short prefill, for contexts whose prefill takes minutes",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: a GPU if there is one")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write decode.json and decode.md there")
@@ -62,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     for batch in batches:
         for context in contexts:
-            for timing in measure(model, batch, context, args.steps, args.repeats, jobs):
+            for timing in measure(model, batch, context, args.steps, args.repeats, jobs, args.fill):
                 results.append({"batch": batch, "context": context, **timing.as_dict()})
                 console.print(_line(results[-1]), markup=False, highlight=False)
                 if args.out:
@@ -101,17 +107,25 @@ def _facts(args: argparse.Namespace, device: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),
         "weights": "random",
-        **{k: v for k, v in vars(args).items() if k in ("shape", "layers", "budget", "steps", "repeats", "dtype")},
+        **{
+            k: v
+            for k, v in vars(args).items()
+            if k in ("shape", "layers", "budget", "steps", "repeats", "fill", "dtype")
+        },
     }
 
 
 def _line(row: dict[str, Any]) -> str:
     peak = "-" if row["decode_peak"] is None else f"{row['decode_peak'] / 2**30:.2f} GiB"
     return (
-        f"b{row['batch']} {row['context']} tokens, {row['name']}: prefill {row['prefill_ms']:.1f} ms, prepare "
+        f"b{row['batch']} {row['context']} tokens, {row['name']}: prefill {_milliseconds(row['prefill_ms'])}, prepare "
         f"{row['prepare_ms']:.1f} ms, step {row['step_ms']:.2f} ms, peak {peak}, "
         f"{row['bytes_per_token']:.0f} bytes a token, rows {row['percent']:.1f} %"
     )
+
+
+def _milliseconds(time: float | None) -> str:
+    return "-" if time is None else f"{time:.1f} ms"
 
 
 def _markdown(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
@@ -126,7 +140,8 @@ def _markdown(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
     ]
     for row in results:
         peak = "-" if row["decode_peak"] is None else f"{row['decode_peak'] / 2**30:.2f}"
-        times = " | ".join(f"{row[name]:.1f}" for name in ("prefill_ms", "prepare_ms", "step_ms"))
+        prefill = "-" if row["prefill_ms"] is None else f"{row['prefill_ms']:.1f}"
+        times = f"{prefill} | {row['prepare_ms']:.1f} | {row['step_ms']:.1f}"
         lines.append(
             f"| {row['batch']} | {row['context']} | {row['name']} | {times} | {peak} | {row['bytes_per_token']:.0f} | "
             f"{row['percent']:.1f} |"

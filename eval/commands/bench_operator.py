@@ -34,6 +34,7 @@ def add_parser(subparsers: Any) -> None:
     load.add_argument("--query-dtype", default="model", choices=("model", "float32"), help="float32 feeds two parts")
     method = parser.add_argument_group("method")
     method.add_argument("--budget", default="128", help="S, nominal budgets; K = S / (P / R) teams a head")
+    method.add_argument("--pooled-budget", help="S of the pooled estimator, where it differs from --budget")
     method.add_argument("--estimator", default="per_head,pooled", help="per_head, pooled, or both")
     method.add_argument("--noise", default="independent", choices=("independent", "shared"))
     method.add_argument("--routing-dtype", default="model", help="of model, int8, int4")
@@ -107,7 +108,8 @@ def _settings(args: argparse.Namespace) -> list[Any]:
     settings = []
     for estimator in _choices("--estimator", args.estimator, ("per_head", "pooled")):
         for routing in _choices("--routing-dtype", args.routing_dtype, ("model", "int8", "int4")):
-            for budget in integers("--budget", args.budget):
+            own = args.pooled_budget if estimator == "pooled" and args.pooled_budget else args.budget
+            for budget in integers("--budget", own):
                 try:
                     config = SantaConfig(
                         budget=budget, parent_size=args.parent_size, representatives=args.representatives
