@@ -15,13 +15,15 @@ from latent_santa.eval import freeze, models, report, tables
 from latent_santa.eval.conditions import Condition, checked_config, expand
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.paper_tables import MEAN
-from latent_santa.eval.processes import join
+from latent_santa.eval.processes import Processes, join
 from latent_santa.eval.progress import Progress
 from latent_santa.eval.render import Renderer
 from latent_santa.eval.runner import Runner
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
 from latent_santa.eval.store import Prompt, Store
+
+CPU_PREFILL_BYTES = 2 << 30
 
 
 @dataclass
@@ -171,11 +173,12 @@ class Evaluation:
         for warning in manifest["warnings"]:
             say(f"warning: {warning}", style="yellow")
 
-    def _generate(self, store: Store, progress: Progress, processes: Any) -> None:
+    def _generate(self, store: Store, progress: Progress, processes: Processes) -> None:
         wanted = {prompt.row.id for prompt in store.prompts()[processes.rank :: processes.world]}
         if all(_complete(store, condition, wanted) for condition in self.conditions):
             return
         from latent_santa import patch
+        from latent_santa.patches.prefill_store import PrefillStore
         from latent_santa.patches.team_store import TeamStore
 
         if processes.first and (note := self.spec.sharing(processes.local_world)):
@@ -189,6 +192,8 @@ class Evaluation:
         except NotImplementedError as error:
             raise EvalError(f"--model {self.spec.name}: {error}") from error
         handle.team_store = TeamStore()
+        if limit := prefill_bytes(self.args.keep_prefills, self.spec, processes):
+            handle.prefill_store = PrefillStore(limit)
         with handle:
             runner = Runner(
                 store,
@@ -202,6 +207,19 @@ class Evaluation:
                 self.args.batch_size,
             )
             runner.run(self.conditions)
+
+
+def prefill_bytes(gib: float | None, spec: models.ModelSpec, processes: Processes) -> int:
+    """Most bytes of prefills to keep: what was asked for, or of a GPU a quarter of what the model left free."""
+    import torch
+
+    if gib is not None:
+        return int(gib * (1 << 30))
+    device = spec.resolved_device(processes.local_rank)
+    if not device.startswith("cuda"):
+        return CPU_PREFILL_BYTES
+    sharers = sum(spec.resolved_device(rank) == device for rank in range(processes.local_world))
+    return torch.cuda.mem_get_info(device)[0] // (4 * sharers)
 
 
 def _complete(store: Store, condition: Condition, wanted: set[str]) -> bool:
@@ -231,7 +249,7 @@ def dry_run(evaluation: Evaluation) -> int:
     total = sum(prompt.n_tokens for prompt in prompts)
     console.print(
         f"{len(evaluation.conditions)} settings x {len(prompts)} prompts, {total * len(evaluation.conditions):,} "
-        f"prompt tokens to prefill; limit of the model: {evaluation.limit} positions",
+        f"prompt tokens to prefill at most; limit of the model: {evaluation.limit} positions",
         highlight=False,
     )
     for warning in warnings:

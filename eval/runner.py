@@ -33,8 +33,6 @@ class Ledger(Protocol):
 class TeamStore(Protocol):
     """What the runner needs of the store of team records."""
 
-    batch: Any
-
     def clear(self) -> None: ...
 
 
@@ -42,6 +40,8 @@ class Handle(Protocol):
     """What the runner needs of a patched model's handle."""
 
     sequence_keys: list[int] | None
+    batch: Any
+    prefill_store: Any
 
     def configure(self, **overrides: Any) -> Any: ...
 
@@ -161,15 +161,15 @@ class Runner:
         """Generate and score the prompts of one batch: their results, or none and what went wrong.
 
         A result counts tokens, calls and rows of its own prompt, as alone; its `seconds` are the batch's time divided
-        by `batch`, the number of prompts in it.
+        by `batch`, the number of prompts in it. Want of memory while prefills are kept frees them for good, and the
+        batch is generated again.
         """
         prompts = [self._ids(prompt) for prompt in batch]
         names = [prompt.row.id for prompt in batch]
         handle = self.handle
         handle.access.reset()
         handle.sequence_keys = [generation.sequence_key(self.seed, name) for name in names]
-        if handle.team_store is not None:
-            handle.team_store.batch = tuple(names)
+        handle.batch = tuple(names)
         sparse, dense = handle.sparse_calls, handle.dense_calls
         start, failure = time.perf_counter(), None
         try:
@@ -179,8 +179,12 @@ class Runner:
         if failure is not None:  # outside of the handler, whose traceback holds the failed call's tensors
             if handle.team_store is not None:
                 handle.team_store.clear()
+            again = handle.prefill_store is not None and _short_of_memory(failure)
+            if again:
+                handle.prefill_store = None
+                self._say(f"{condition.name}: {failure}; from now on no prefills are kept", "yellow")
             _free_memory()
-            return [], failure
+            return self._generate(condition, batch) if again else ([], failure)
         sparse, dense = handle.sparse_calls - sparse, handle.dense_calls - dense
         # a step of the batch is a call; those after a sequence's own end are not its own
         calls = [(max(0, sparse - answer.late), max(0, dense - answer.late)) for answer in answers]
@@ -252,6 +256,11 @@ class _Running:
         score = f"{100 * sum(scores) / len(scores):.1f}" if scores else "-"
         rows = f", rows {100 * self.read / self.dense:.1f} %" if self.dense else ""
         return f"{task} score {score}{rows}"
+
+
+def _short_of_memory(failure: str) -> bool:
+    """Whether an exception's type and first line say so; devices and libraries have no type in common."""
+    return any(word in failure.lower() for word in ("out of memory", "outofmemory", "memoryerror", "alloc"))
 
 
 def _free_memory() -> None:

@@ -13,10 +13,7 @@ from .support import unavailable, unsupported
 if TYPE_CHECKING:
     from .operator import sampled_attention
 
-__all__ = ["TESTED_ON_GPU", "Workspace", "sampled_attention", "unavailable", "unsupported"]
-
-# whether these very kernels have passed `make test-gpu`; see NOTES.md. Until then nothing chooses them by itself
-TESTED_ON_GPU = False
+__all__ = ["Workspace", "sampled_attention", "unavailable", "unsupported"]
 
 
 def __getattr__(name: str) -> Any:

@@ -62,7 +62,7 @@ class Plan:
     block: int = 8
     coarse: int = 0
     select_warps: int = 4
-    pool_teams: int = 64
+    pool_teams: int = 256
     attend_rows: int = 32
     attend_heads: int = 16
     attend_stages: int = 2

@@ -24,27 +24,31 @@ def pool_kernel(
     ok = team < tl.load(count + bg)
     flags += bg.to(tl.int64) * WORDS * MP
     wait(PDL)
-    top = tl.full((T,), float("-inf"), tl.float32)
-    mass = tl.zeros((T,), tl.float32)
     used = tl.zeros((T,), tl.int32)
     for word in range(WORDS):
         used |= tl.load(flags + word * MP + team, mask=ok, other=0)
     ok = used != 0
-    for h0 in range(0, H, HB):
-        head = h0 + tl.arange(0, HB)
-        real = head < H
-        line = bg.to(tl.int64) * H + head
-        score = tl.load(phi + line[:, None] * MP + team[None, :], mask=real[:, None] & ok[None, :], other=float("-inf"))
-        bits = tl.load(flags + (h0 // 32) * MP + team, mask=ok, other=0)
-        picked = ((bits[None, :] >> (h0 % 32 + tl.arange(0, HB))[:, None]) & 1) != 0
-        above = tl.load(tau + line, mask=real, other=0.0)[:, None]
-        below = tl.load(kth + line, mask=real, other=0.0)[:, None]
-        # a threshold of -inf means certain inclusion; so does a large finite margin, without inf - inf
-        margin = tl.minimum(score - tl.where(picked, above, below), 1e4)
-        margin = tl.where(score == float("-inf"), float("-inf"), margin)
-        new = tl.maximum(top, tl.max(margin, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        mass = mass * tl.exp(top - safe) + tl.sum(tl.exp(margin - safe[None, :]), 0)
-        top = new
-    joint = top if SHARED else top + tl.log(mass)
-    tl.store(pooled + bg.to(tl.int64) * MP + team, log_inclusion(joint), mask=ok)
+    # most blocks of teams hold none that was selected
+    if tl.sum(ok.to(tl.int32), 0) > 0:
+        top = tl.full((T,), float("-inf"), tl.float32)
+        mass = tl.zeros((T,), tl.float32)
+        for h0 in range(0, H, HB):
+            head = h0 + tl.arange(0, HB)
+            real = head < H
+            line = bg.to(tl.int64) * H + head
+            score = tl.load(
+                phi + line[:, None] * MP + team[None, :], mask=real[:, None] & ok[None, :], other=float("-inf")
+            )
+            bits = tl.load(flags + (h0 // 32) * MP + team, mask=ok, other=0)
+            picked = ((bits[None, :] >> (h0 % 32 + tl.arange(0, HB))[:, None]) & 1) != 0
+            above = tl.load(tau + line, mask=real, other=0.0)[:, None]
+            below = tl.load(kth + line, mask=real, other=0.0)[:, None]
+            # a threshold of -inf means certain inclusion; so does a large finite margin, without inf - inf
+            margin = tl.minimum(score - tl.where(picked, above, below), 1e4)
+            margin = tl.where(score == float("-inf"), float("-inf"), margin)
+            new = tl.maximum(top, tl.max(margin, 0))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            mass = mass * tl.exp(top - safe) + tl.sum(tl.exp(margin - safe[None, :]), 0)
+            top = new
+        joint = top if SHARED else top + tl.log(mass)
+        tl.store(pooled + bg.to(tl.int64) * MP + team, log_inclusion(joint), mask=ok)

@@ -27,8 +27,6 @@ def triton_attention(backend: str, query: tuple[Tensor, ...], rows: Rows, teams:
     operator, reason = _load()
     if operator is not None:
         reason = operator.unsupported(query, rows, teams)
-        if reason is None and backend == "auto" and not operator.TESTED_ON_GPU:
-            reason = 'this version of the kernels has not been tested on a GPU yet (backend="triton" takes them)'
         if reason is None:
             return operator.sampled_attention
     if backend == "triton":

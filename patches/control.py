@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from latent_santa.access import AccessLedger
 from latent_santa.config import SantaConfig
@@ -19,6 +20,7 @@ from latent_santa.noise import noise_keys
 from .cache_layer import TeamLayer, adopt_cache
 from .families import Adapter
 from .grouping import group_waiting
+from .prefill_store import PrefillStore, arguments
 from .team_store import TeamStore
 
 CACHE_NAMES = ("cache", "past_key_values")
@@ -91,7 +93,9 @@ class Controller:
         calls: number of base-model calls by kind.
         full_calls: sparse calls in which K covered every team, which are dense attention.
         thread: the calling thread's present call and what goes with it.
+        batch: the name of the batch that is generated next, or None.
         team_store: where records of prompts that come again are kept, or None.
+        prefill_store: where their prefills are kept, or None.
     """
 
     def __init__(self, base: PreTrainedModel, adapters: list[Adapter], config: SantaConfig) -> None:
@@ -101,7 +105,9 @@ class Controller:
         self.calls: dict[str, int] = {}
         self.full_calls = 0
         self.thread = ThreadState()
+        self.batch: Hashable | None = None
         self.team_store: TeamStore | None = None
+        self.prefill_store: PrefillStore | None = None
         self._lock = threading.Lock()
         self.shadow = False
         self.shadow_log: dict[int, list[Tensor]] = {}
@@ -220,7 +226,39 @@ class Controller:
         self._group(cache.layers, self._visible(mask, batch, length))
 
     def _group(self, layers: Sequence[TeamLayer], visible: Tensor | None) -> None:
-        group_waiting(layers, self.adapters, visible, self.config, self.team_store)
+        group_waiting(layers, self.adapters, visible, self.config, self.team_store, self.batch)
+
+    def reusing(self, forward: Any) -> Any:
+        """The base model's ``forward``, which takes the prefill of a named batch from the store if it is there."""
+
+        @functools.wraps(forward)
+        def reused(*args: Any, **kwargs: Any) -> Any:
+            store, batch, call = self.prefill_store, self.batch, self.thread.call
+            given = arguments(self.base, kwargs) if not args and self._reusable() else None
+            if store is None or given is None:
+                return forward(*args, **kwargs)
+            cache = next(value for value in kwargs.values() if isinstance(value, Cache))
+            output = store.fill(batch, given, cache)
+            if output is None:
+                output = forward(**kwargs)
+                store.keep(batch, given, call.layers, output)
+            return output
+
+        return reused
+
+    def _reusable(self) -> bool:
+        """Whether the present call fills an empty cache with all of a named batch's prompt, and nothing but that."""
+        call = self.thread.call
+        return (
+            self.prefill_store is not None
+            and self.batch is not None
+            and call.kind == "prefill"
+            and call.layers[0].get_seq_length() == 0
+            and self.thread.prefill_target is None
+            and not self.base.training
+            and not torch.is_grad_enabled()
+            and not hasattr(self.base, "_hf_hook")  # accelerate moves weights, inputs and outputs around the call
+        )
 
     def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the base model: after a prefill, group its rows and replay its last token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ def group_waiting(
     visible: Tensor | None,
     config: SantaConfig,
     store: TeamStore | None = None,
+    batch: Hashable | None = None,
 ) -> None:
     """Group the rows that wait in each layer, and drop teams that other settings made.
 
@@ -37,6 +38,7 @@ def group_waiting(
         visible: ``(B, L)`` bool, False for padding rows, or None when all rows are real.
         config: the settings in force.
         store: where records of prompts that come again are kept, or None.
+        batch: the batch's name in the store, or None to keep and to find nothing.
     """
     if store is not None:
         store.begin(config.grouping)
@@ -52,8 +54,8 @@ def group_waiting(
             built: list[Teams | None] = [None] * len(numbers)
         else:
             # only rows from the cache's beginning are a prompt that its name in the store tells apart
-            named = store if start == 0 and config.method == "santa++" else None
-            built = list(_build(layers, adapters, numbers, member, config, named))
+            named = start == 0 and config.method == "santa++" and batch is not None
+            built = list(_build(layers, adapters, numbers, member, config, store if named else None, batch))
         for number, teams in zip(numbers, built, strict=True):
             layers[number].grouped = _extended(layers[number].grouped, teams, start, stop, config)
             layers[number].waiting = None
@@ -74,6 +76,7 @@ def _build(
     member: Tensor,
     config: SantaConfig,
     store: TeamStore | None,
+    batch: Hashable | None,
 ) -> Iterator[Teams]:
     """Teams of several layers, in the order of ``numbers``."""
     stop = member.shape[-1]
@@ -84,11 +87,11 @@ def _build(
         yield from (_quantised(build_centroids(*pair), config) for pair in zip(rows, parents, strict=True))
         return
     shapes = [tuple(part.shape[:3]) for part in points]
-    records = store.find(numbers, member, shapes) if store is not None else None
+    records = store.find(batch, numbers, member, shapes) if store is not None else None
     if records is None:
         records = _form(points, member, config)
         if store is not None:
-            store.keep(numbers, member, records)
+            store.keep(batch, numbers, member, records)
     for teams, layer_rows in zip(records, rows, strict=True):
         yield _quantised(freeze_representatives(teams, layer_rows), config)
 

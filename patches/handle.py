@@ -7,6 +7,7 @@ import functools
 import io
 import operator
 import warnings
+from collections.abc import Hashable
 from dataclasses import fields
 from typing import Any
 
@@ -23,6 +24,7 @@ from latent_santa.quantise import scale_group
 from .attention import NAME, PatchedLayer, attention_forward
 from .control import CACHE_NAMES, Controller
 from .families import Adapter, base_model, find_adapters
+from .prefill_store import PrefillStore
 from .team_store import TeamStore
 
 SETTINGS = frozenset(field.name for field in fields(SantaConfig))
@@ -82,8 +84,12 @@ class SantaHandle:
         sequence_keys: noise keys, one integer a sequence of the batch, or None for the place in the batch. A sequence
             draws the same noise wherever its key is the same. A cache keeps the keys it was first filled under.
         shadow: when True, every sparse call also computes dense attention on the same cache and records the error.
+        batch: the name of the batch that is generated next, such as a tuple of prompt ids, for the two stores; or None
+            (the default), under which they keep and find nothing. Equal names must mean equal prompts in equal order.
         team_store: a :class:`TeamStore` for prompts that are generated several times under settings of one grouping,
             or None (the default), which groups every prompt anew.
+        prefill_store: a :class:`PrefillStore` for prompts that are generated several times under any settings, or None
+            (the default), which computes every prefill. A base model with a hook of accelerate makes no use of it.
     """
 
     def __init__(self, model: PreTrainedModel, controller: Controller) -> None:
@@ -182,6 +188,26 @@ class SantaHandle:
     @team_store.setter
     def team_store(self, store: TeamStore | None) -> None:
         self._controller.team_store = store
+
+    @property
+    def batch(self) -> Hashable | None:
+        return self._controller.batch
+
+    @batch.setter
+    def batch(self, name: Hashable | None) -> None:
+        self._controller.batch = name
+
+    @property
+    def prefill_store(self) -> PrefillStore | None:
+        return self._controller.prefill_store
+
+    @prefill_store.setter
+    def prefill_store(self, store: PrefillStore | None) -> None:
+        self._controller.prefill_store = store
+        base = self._controller.base
+        wrapped = any(target is base and name == "forward" for target, name, *_ in self._undo)
+        if store is not None and self.patched and not wrapped and not hasattr(base, "_hf_hook"):
+            self._set(base, "forward", self._controller.reusing(base.forward))
 
     @property
     def access(self) -> AccessLedger:

@@ -29,18 +29,15 @@ class TeamStore:
     method "santa++". Routing keys are not kept: they are copied from the cache's rows every time. Records stay on the
     layers' device, in about 11 bytes a row, group, layer and sequence.
 
-    One thread at a time may use it.
+    Batches go by their names (``handle.batch``): shapes and padding are compared, rows are not. (Teams of other rows
+    would still give unbiased sums, of a larger variance.) One thread at a time may use it.
 
     Attributes:
-        batch: the name of the batch that is generated next, such as a tuple of prompt ids, or None to keep and to find
-            nothing. Equal names must mean equal prompts in an equal order: shapes and padding are compared, rows are
-            not. (Teams of other rows would still give unbiased sums, of a larger variance.)
         limit_bytes: what would not fit is not kept, and is grouped each time.
         found: how often records were found instead of formed.
     """
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
-        self.batch: Hashable | None = None
         self.limit_bytes = limit_bytes
         self.found = 0
         self.bytes = 0
@@ -58,16 +55,19 @@ class TeamStore:
         self._kept.clear()
         self.bytes = 0
 
-    def find(self, layers: Sequence[int], member: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Teams] | None:
-        """Records of these layers in the present batch, without routing keys; None unless they are of the same rows.
+    def find(
+        self, batch: Hashable, layers: Sequence[int], member: Tensor, shapes: Sequence[tuple[int, ...]]
+    ) -> list[Teams] | None:
+        """Records of these layers in a batch, without routing keys; None unless they are of the same rows.
 
         Args:
+            batch: the batch's name.
             layers: numbers of the layers.
             member: ``(B, N)`` bool, rows to group.
             shapes: each layer's ``(B, G, N)``.
         """
-        kept = self._kept.get((self.batch, tuple(layers)))
-        if self.batch is None or kept is None:
+        kept = self._kept.get((batch, tuple(layers)))
+        if kept is None:
             return None
         if [tuple(teams.team_of_row.shape) for teams in kept.records] != list(shapes):
             return None
@@ -76,11 +76,9 @@ class TeamStore:
         self.found += 1
         return kept.records
 
-    def keep(self, layers: Sequence[int], member: Tensor, records: list[Teams]) -> None:
+    def keep(self, batch: Hashable, layers: Sequence[int], member: Tensor, records: list[Teams]) -> None:
         """Keep records without routing keys, in the place of earlier ones for the same batch and layers."""
-        if self.batch is None:
-            return
-        key = (self.batch, tuple(layers))
+        key = (batch, tuple(layers))
         old = self._kept.pop(key, None)
         self.bytes -= _bytes(old) if old is not None else 0
         new = _Kept(member.clone(), records)

@@ -14,6 +14,8 @@ import latent_santa
 from latent_santa.eval import generation
 from latent_santa.eval.cli import main
 from latent_santa.eval.conditions import Condition, running_order
+from latent_santa.eval.evaluate import prefill_bytes
+from latent_santa.eval.models import ModelSpec
 from latent_santa.eval.processes import Processes
 from latent_santa.eval.progress import Progress
 from latent_santa.eval.render import Renderer, ids_sha256
@@ -21,6 +23,7 @@ from latent_santa.eval.rows import make_row
 from latent_santa.eval.runner import Runner, batches
 from latent_santa.eval.store import Prompt, Store
 from latent_santa.patches import grouping
+from latent_santa.patches.prefill_store import PrefillStore
 from latent_santa.patches.team_store import TeamStore
 from tests.eval_support import save_random_model, tokenizer
 
@@ -64,12 +67,13 @@ def make_prompts(renderer, n=5):
     return prompts
 
 
-def make_runner(directory, model, handle, batch_size, reuse=True, text=None):
+def make_runner(directory, model, handle, batch_size, reuse=True, prefills=False, text=None):
     renderer = Renderer(tokenizer())
     store = Store(directory)
     if not store.frozen:
         store.freeze({"settings": {}, "conditions": []}, make_prompts(renderer))
     handle.team_store = TeamStore() if reuse else None
+    handle.prefill_store = PrefillStore(1 << 30) if prefills else None
     progress = Progress(Console(file=text or io.StringIO(), width=200), every=0)
     return Runner(store, model, handle, renderer, 3, 0.0, progress, Processes(), batch_size)
 
@@ -142,6 +146,75 @@ def test_reuse_of_teams_changes_nothing(tmp_path, model, handle, alone, formed):
     assert formed == sorted(formed, key=formed.index)  # one grouping after the other
 
 
+@pytest.mark.parametrize("teams", [False, True])
+def test_reuse_of_prefills_changes_nothing(tmp_path, model, handle, alone, teams):
+    lengths = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    runner = make_runner(tmp_path, model, handle, 3, reuse=teams, prefills=True)
+    assert runner.run(CONDITIONS) == 0
+    hook.remove()
+    assert rows(runner.store) == alone
+    assert sum(length > 1 for length in lengths) == 4
+    assert handle.prefill_store.found == 4 * (len(CONDITIONS) - 1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_want_of_memory_frees_kept_prefills(tmp_path, model, handle, alone, monkeypatch, size):
+    real, sizes, held = generation.generate, [], []
+
+    def limited(model, tokenizer, prompts, cap):
+        sizes.append(len(prompts))
+        held.append(handle.prefill_store.bytes if handle.prefill_store is not None else None)
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory\nwith details")
+        return real(model, tokenizer, prompts, cap)
+
+    monkeypatch.setattr(generation, "generate", limited)
+    text = io.StringIO()
+    runner = make_runner(tmp_path, model, handle, size, prefills=True, text=text)
+    conditions = (DENSE, PER_HEAD[0])
+    assert runner.run(conditions) == 0
+    assert rows(runner.store) == {condition.slug: alone[condition.slug] for condition in conditions}
+    # the failed batch is generated again as it is, and nothing is kept any more
+    assert sizes[1] == sizes[2] and len(sizes) == 1 + 2 * (10 if size == 1 else 4)
+    assert held[0] == 0 and held[1] > 0 and set(held[2:]) == {None} and handle.prefill_store is None
+    shown = " ".join(text.getvalue().split())
+    assert shown.count("OutOfMemoryError: CUDA out of memory; from now on no prefills are kept") == 1
+    assert "one by one" not in shown
+
+
+def test_other_failures_leave_kept_prefills(tmp_path, model, handle, monkeypatch):
+    real, calls = generation.generate, []
+
+    def broken(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("no such answer")
+        return real(*args)
+
+    monkeypatch.setattr(generation, "generate", broken)
+    runner = make_runner(tmp_path, model, handle, 1, prefills=True)
+    assert runner.run((DENSE, PER_HEAD[0])) == 1
+    assert len(calls) == 20 and handle.prefill_store.found == 9
+
+
+def test_memory_for_prefills(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    auto, cpu = ModelSpec("builtin:tiny"), ModelSpec("builtin:tiny", device="cpu")
+    assert prefill_bytes(None, auto, Processes()) == 16 << 30
+    # three processes: two of them on the first GPU
+    limits = [prefill_bytes(None, auto, Processes(rank, 3, rank, 3)) for rank in range(3)]
+    assert limits == [8 << 30, 16 << 30, 8 << 30]
+    assert prefill_bytes(None, cpu, Processes()) == 2 << 30
+    assert [prefill_bytes(gib, spec, Processes()) for gib, spec in ((0.5, auto), (0, auto), (3, cpu))] == [
+        1 << 29,
+        0,
+        3 << 30,
+    ]
+
+
 def test_a_run_goes_on_in_the_middle_of_a_batch(tmp_path, model, handle, alone):
     make_runner(tmp_path, model, handle, 3).run((DENSE, PER_HEAD[0]))
     path = Store(tmp_path).results_directory / f"{PER_HEAD[0].slug}.jsonl"
@@ -207,11 +280,12 @@ def test_conditions_of_one_grouping_run_together():
 
 
 def test_the_embedded_model_in_batches(tmp_path):
-    """The whole command: equal tables whatever the batch size."""
+    """The whole command: equal tables whatever the batch size, with and without kept prefills."""
     options = "--model builtin:tiny --tasks multivalue --length 512 --n 3 --budgets 16 --estimators pooled".split()
-    for size in ("1", "3"):
-        assert main(["ruler", *options, "--no-plot", "--batch-size", size, "--out", str(tmp_path / size)]) == 0
+    for size, more in (("1", ["--keep-prefills", "0"]), ("3", [])):
+        words = ["ruler", *options, "--no-plot", "--batch-size", size, "--out", str(tmp_path / size), *more]
+        assert main(words) == 0
     tables = [(tmp_path / size / "summary.json").read_text() for size in ("1", "3")]
     assert tables[0] == tables[1]
     manifest = json.loads((tmp_path / "3" / "manifest.json").read_text())
-    assert manifest["settings"]["batch_size"] == 3
+    assert manifest["settings"]["batch_size"] == 3 and "keep_prefills" not in manifest["settings"]

@@ -213,6 +213,7 @@ def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch,
         (["--length", "9999"], "exceeds the model's limit of 4096"),
         (["--length", "0"], "at least 1"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--keep-prefills", "-1"], "--keep-prefills must be a number of GiB, 0 for none, got -1"),
         (["--length", "64"], "too short for niah_single_1"),
         (["--haystack", "file:/nowhere"], "cannot read"),
     ],
@@ -234,7 +235,7 @@ def test_a_failed_prompt_shows_in_the_exit_code(tmp_path, model, monkeypatch, ca
     def sometimes(*args):
         calls.append(1)
         if len(calls) == 4:
-            raise MemoryError("no room")
+            raise ValueError("no such answer")
         return real(*args)
 
     monkeypatch.setattr(generation, "generate", sometimes)

@@ -31,7 +31,7 @@ def formed(monkeypatch):
 def santa(model):
     with latent_santa.patch(model, **SMALL) as handle:
         handle.team_store = TeamStore()
-        handle.team_store.batch = ("a",)
+        handle.batch = ("a",)
         yield handle
 
 
@@ -62,7 +62,7 @@ def test_one_grouping_serves_every_decode_setting(santa, formed, parents):
 
 
 def test_without_a_name_nothing_is_kept(santa, formed):
-    santa.team_store.batch = None
+    santa.batch = None
     for _ in range(2):
         outcome(santa, prompt(40))
     assert len(formed) == 2 and santa.team_store.bytes == 0
@@ -70,7 +70,7 @@ def test_without_a_name_nothing_is_kept(santa, formed):
 
 def test_names_are_told_apart(santa, formed):
     for name in ("a", "b", "a", "b"):
-        santa.team_store.batch = (name,)
+        santa.batch = (name,)
         outcome(santa, prompt(40, seed=ord(name)))
     assert len(formed) == 2 and santa.team_store.found == 2
 
@@ -84,7 +84,6 @@ def test_rows_of_another_shape_are_grouped_anew(santa, formed):
         assert found == fresh(santa, ids, mask)
         formed.pop()
     replaced, santa.team_store = santa.team_store, TeamStore()
-    santa.team_store.batch = replaced.batch
     outcome(santa, *inputs[-1])
     assert replaced.bytes == santa.team_store.bytes > 0  # of the last input alone
 
@@ -93,9 +92,9 @@ def test_another_number_of_groups_is_grouped_anew(santa):
     outcome(santa, prompt(40))
     member = torch.ones(1, 40, dtype=torch.bool)
     groups = 1 if santa.layout == "mla" else 2
-    assert santa.team_store.find([0, 1], member, [(1, groups, 40)] * 2) is not None
-    assert santa.team_store.find([0, 1], member, [(1, groups + 1, 40)] * 2) is None
-    assert santa.team_store.find([0], member, [(1, groups, 40)]) is None
+    assert santa.team_store.find(("a",), [0, 1], member, [(1, groups, 40)] * 2) is not None
+    assert santa.team_store.find(("a",), [0, 1], member, [(1, groups + 1, 40)] * 2) is None
+    assert santa.team_store.find(("a",), [0], member, [(1, groups, 40)]) is None
 
 
 def test_another_grouping_frees_the_records(santa, formed):
@@ -137,7 +136,7 @@ def test_what_does_not_fit_is_not_kept(santa, formed):
     outcome(santa, prompt(40))
     santa.team_store = TeamStore(limit_bytes=santa.team_store.bytes)
     for name in ("a", "b", "a", "b"):
-        santa.team_store.batch = (name,)
+        santa.batch = (name,)
         outcome(santa, prompt(40, seed=ord(name)))
     assert len(formed) == 1 + 3 and santa.team_store.found == 1
     assert santa.team_store.bytes == santa.team_store.limit_bytes

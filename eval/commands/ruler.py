@@ -91,6 +91,13 @@ def add_parser(subparsers: Any) -> None:
         default=1,
         help="prompts of one task generated together (1): faster on a GPU, and more memory",
     )
+    add(
+        "--keep-prefills",
+        type=float,
+        metavar="GIB",
+        help="memory for what the model computed of the prompts, which is the same for all settings: what fits is "
+        "computed once (a quarter of the GPU's free memory, on a CPU 2; 0: compute it for every setting)",
+    )
     add("--out", type=Path, help="directory of the run (out/ruler-MODEL-TIME)")
     add("--resume", action="store_true", help="go on with the run in --out, if there is one")
     add("--dry-run", action="store_true", help="build the prompts and show their lengths; only the tokenizer is loaded")
@@ -129,6 +136,8 @@ def fill_defaults(args: argparse.Namespace) -> argparse.Namespace:
     for name in ("length", "n", "batch_size"):
         if getattr(filled, name) < 1:
             raise EvalError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(filled, name)}")
+    if filled.keep_prefills is not None and not 0 <= filled.keep_prefills < float("inf"):
+        raise EvalError(f"--keep-prefills must be a number of GiB, 0 for none, got {filled.keep_prefills}")
     if not filled.methods or ("dense" != filled.methods[0] and not filled.budgets):
         raise EvalError("--methods and --budgets must name at least one each")
     if filled.out is None:
