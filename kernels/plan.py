@@ -217,38 +217,14 @@ class Workspace:
         return found
 
     def buffers(self, s: Shapes, p: Plan, device: torch.device) -> Buffers:
-        """Scratch for these shapes."""
-        capacity = list_capacity(s, p)
-        padded = padded_teams(s.teams)
-        blocks = -(-s.heads // p.attend_heads)
-        ranked = candidates(s.teams_per_head)
-        key = (
-            s.batch, s.groups, s.heads, padded, p.block, s.values, p.shares, blocks, capacity, ranked, device
-        )  # fmt: skip
+        """Scratch for these shapes; calls that need the same sizes share it."""
+        sizes = buffer_sizes(s, p)
+        # keyed by every size: a key that leaves one out hands a call too little memory
+        key = (device, *sizes.values())
         found = self._buffers.get(key)
         if found is None:
-            q = s.batch * s.groups
-
-            def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-                return torch.empty(shape, dtype=dtype, device=device)
-
-            found = self._buffers[key] = Buffers(
-                phi=empty(q, s.heads, padded),
-                noisy=empty(q, s.heads, padded),
-                tops=empty(q, s.heads, padded // p.block),
-                flags=empty(q, words(s.heads), padded, dtype=torch.int32),
-                corrections=empty(q, padded, s.heads),
-                blocks=empty(q, s.heads, candidate_blocks(s.teams_per_head), dtype=torch.int32),
-                found=empty(q, s.heads, ranked, dtype=torch.int64),
-                pooled=empty(q, padded),
-                thresholds=empty(2, q, s.heads),
-                list_rows=empty(q, blocks, p.shares, capacity, dtype=torch.int32),
-                list_teams=empty(q, blocks, p.shares, capacity, dtype=torch.int32),
-                list_bits=empty(q, blocks, p.shares, capacity, dtype=torch.int32),
-                part_out=empty(q, s.heads, p.shares, s.values),
-                part_mass=empty(2, q, s.heads, p.shares),
-                part_rows=empty(q, p.shares, 2, dtype=torch.int32),
-            )
+            made = {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in sizes.items()}
+            found = self._buffers[key] = Buffers(**made)
         return found
 
     def bytes(self) -> int:
@@ -260,6 +236,30 @@ class Workspace:
         for held in self._buffers.values():
             for t in held.tensors():
                 t.fill_(float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max)
+
+
+def buffer_sizes(s: Shapes, p: Plan) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of every buffer."""
+    q, h, padded, k = s.batch * s.groups, s.heads, padded_teams(s.teams), s.teams_per_head
+    lists = (q, -(-h // p.attend_heads), p.shares, list_capacity(s, p))
+    real, whole = torch.float32, torch.int32
+    return {
+        "phi": (real, (q, h, padded)),
+        "noisy": (real, (q, h, padded)),
+        "tops": (real, (q, h, padded // p.block)),
+        "flags": (whole, (q, words(h), padded)),
+        "corrections": (real, (q, padded, h)),
+        "blocks": (whole, (q, h, candidate_blocks(k))),
+        "found": (torch.int64, (q, h, candidates(k))),
+        "pooled": (real, (q, padded)),
+        "thresholds": (real, (2, q, h)),
+        "list_rows": (whole, lists),
+        "list_teams": (whole, lists),
+        "list_bits": (whole, lists),
+        "part_out": (real, (q, h, p.shares, s.values)),
+        "part_mass": (real, (2, q, h, p.shares)),
+        "part_rows": (whole, (q, p.shares, 2)),
+    }
 
 
 def padded_teams(teams: int) -> int:

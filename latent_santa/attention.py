@@ -72,12 +72,17 @@ class Suffix:
         return self.visible.sum(-1)
 
 
-def _combine(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalised sum of ``values (B, G, C, V)`` under ``logits (B, G, H, C)``, and the logits' log-sum-exp."""
+def _combine(logits: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalised sum of values ``(B, G, C, V)`` under ``logits (B, G, H, C)``, and the logits' log-sum-exp.
+
+    Several ``values`` follow one another along C; joined, they would be copied.
+    """
     lse = logits.logsumexp(-1)
     # a sequence without any visible row (a chunk of a prompt that is all padding) gets zeros, not NaN
     shift = lse.clamp_min(torch.finfo(lse.dtype).min)
-    return (logits - shift[..., None]).exp() @ values, lse
+    weights = (logits - shift[..., None]).exp().split([part.shape[2] for part in values], -1)
+    first, *others = (weight @ part for weight, part in zip(weights, values, strict=True))
+    return sum(others, first), lse
 
 
 def _suffix_logits(query: tuple[Tensor, ...], rows: Rows, suffix: Suffix, scale: float) -> tuple[Tensor, Tensor]:
@@ -157,7 +162,7 @@ def attend_selected(
     log_c = picked.log_correction.gather(3, team[:, :, None].expand(-1, -1, picked.log_correction.shape[2], -1))
     logits = scores(query, part.keys, scale) - log_c.masked_fill((index < 0)[:, :, None], torch.inf)
     exact, values = _suffix_logits(query, rows, suffix, scale)
-    out, lse = _combine(torch.cat((logits, exact), -1), torch.cat((part.values, values), 2))
+    out, lse = _combine(torch.cat((logits, exact), -1), part.values, values)
     return out, lse, (index >= 0).sum(-1)
 
 
@@ -192,7 +197,7 @@ def santa_attention(
     picked = select(phi, gumbels, samples, estimator, shared)
     exact, values = _suffix_logits(query, rows, suffix, scale)
     logits = torch.cat((phi - picked.log_correction, exact), -1)
-    out, lse = _combine(logits, torch.cat((rows.values.to(values.dtype), values), 2))
+    out, lse = _combine(logits, rows.values.to(values.dtype), values)
     exact_rows = suffix.counts(batch)[:, None].expand(-1, groups)
     scanned = prompt.sum(-1)[:, None] + exact_rows
     return Output(out, lse, scanned, picked.union.sum(-1), exact_rows)

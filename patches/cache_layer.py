@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from latent_santa.attention import Suffix
 from latent_santa.teams import Teams
 
-SLACK = 256
+SLACK = 128
 
 
 @dataclass
@@ -94,7 +94,7 @@ class TeamLayer(DynamicLayer):
             and (not length or self.keys.data_ptr() == held[0].data_ptr())
         ):
             return held
-        room = stop + max(SLACK, stop // 16)
+        room = stop + max(SLACK, stop // 64)
         fresh = []
         for old, new in ((self.keys, key_states), (self.values, value_states)):
             buffer = new.new_empty(*new.shape[:-2], room, new.shape[-1])

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels canno
 
 from latent_santa.attention import Suffix
 from latent_santa.kernels import Workspace, draws, operator, sampled_attention, unsupported
-from latent_santa.kernels.plan import Shapes, attend_bytes, choose, route_bytes
+from latent_santa.kernels.plan import Shapes, attend_bytes, candidate_blocks, candidates, choose, route_bytes
 from latent_santa.kernels.select import select_kernel
 from latent_santa.noise import gumbel_noise, noise_keys
 from latent_santa.sampling import log_inclusion
@@ -109,6 +109,19 @@ def test_a_crowd_of_large_scores_is_searched() -> None:
     tops[: 5120 // 8] = held.tops[0, 0, : 5120 // 8]
     bound = tops.view(-1, 32).amax(0).sort(descending=True).values[2]
     assert int((held.noisy[0, 0, :5120] >= bound).sum()) > held.found.shape[-1] == 128
+
+
+def test_one_workspace_serves_every_budget() -> None:
+    """Budgets that differ in one buffer's size only must not share that buffer."""
+    call = make_call(
+        "gqa", heads=2, lengths=(900, 600), dims=(16,), parent_size=2, representatives=2, dtype=torch.float16
+    )
+    workspace = Workspace(SMALL)
+    for k in (5, 32, 64, 5, 100, 32):
+        compare(call.kernels(k, workspace), call.twin(k), ROUNDING)
+    held = {buffers.blocks.shape[-1] for buffers in workspace._buffers.values()}
+    assert held >= {candidate_blocks(k) for k in (5, 32, 64, 100)}
+    assert candidates(32) == candidates(64) and candidate_blocks(32) < candidate_blocks(64)
 
 
 def test_many_teams_a_head() -> None:

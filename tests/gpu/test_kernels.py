@@ -74,6 +74,14 @@ def test_budgets(k: int) -> None:
     check(call, k, EXACT)
 
 
+def test_one_workspace_serves_every_budget() -> None:
+    call = make_call(heads=14, lengths=(8000, 5000), dtype=torch.bfloat16, device="cuda", **MLA)
+    workspace = Workspace()
+    for k in (32, 64, 16, 128, 256, 64, 32):
+        for estimator in ("per_head", "pooled"):
+            compare(call.kernels(k, workspace, estimator), call.twin(k, estimator), EXACT)
+
+
 @pytest.mark.parametrize("routing_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", [MLA, GQA], ids=["mla", "gqa"])
