@@ -41,8 +41,8 @@ class SantaConfig:
             rows on a GPU.
         routing_dtype: how frozen routing keys are kept: in the cache's dtype (``"model"``), or in ``"int8"`` or
             ``"int4"`` codes (:mod:`latent_santa.quantise`), which routing then reads. The sums stay unbiased.
-        backend: ``"torch"``, ``"triton"``, or ``"auto"``: Triton for rows on a GPU where its kernels can run and have
-            been tested on one, else PyTorch.
+        backend: ``"torch"``, ``"triton"``, or ``"auto"``: Triton for rows on a GPU where its kernels can run, else
+            PyTorch.
         first_token: ``"replay"`` runs the last prompt token again through sparse attention (Appendix F);
             ``"dense"`` keeps the prefill's own logits for the first generated token.
 
