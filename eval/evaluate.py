@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,7 @@ class Evaluation:
             "kmeans_seed": args.kmeans_seed,
             "kmeans_engine": args.kmeans_engine,
             "noise": args.noise,
+            "routing_dtype": args.routing_dtype,
             "backend": args.backend,
             "batch_size": args.batch_size,
             "first_token": "replay",
@@ -128,6 +130,7 @@ class Evaluation:
             raise EvalError("--device-map spreads one model over all GPUs; start it as one process, without a launcher")
         if processes.first:
             self._check_directory(store)
+            _check_writable(store.directory)
             store.sweep()
             if store.frozen:
                 freeze.extend(store, self.conditions)
@@ -209,6 +212,13 @@ class Evaluation:
             runner.run(self.conditions)
 
 
+def _check_writable(directory: Path) -> None:
+    """Raises EvalError if the directory cannot be made or written to. Makes nothing."""
+    standing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
+        raise EvalError(f"--out {directory}: {standing} is not a directory that can be written to; give another --out")
+
+
 def prefill_bytes(gib: float | None, spec: models.ModelSpec, processes: Processes) -> int:
     """Most bytes of prefills to keep: what was asked for, or of a GPU a quarter of what the model left free."""
     import torch
@@ -272,5 +282,5 @@ def show(summary: dict[str, Any], directory: Path, notes: list[str]) -> None:
 
 def base_config(args: argparse.Namespace, spec: models.ModelSpec) -> SantaConfig:
     """What all conditions of a run share. Raises EvalError."""
-    names = ("seed", "kmeans_seed", "kmeans_engine", "noise", "backend")
+    names = ("seed", "kmeans_seed", "kmeans_engine", "noise", "routing_dtype", "backend")
     return checked_config(spec.resolved_device(), method="dense", **{name: getattr(args, name) for name in names})

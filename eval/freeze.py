@@ -17,7 +17,7 @@ from latent_santa.eval.sources import Request, load_rows
 from latent_santa.eval.store import Prompt, Store, differences
 
 # what a setting was in runs that were started before there was an option for it
-BEFORE_OPTIONS = {"batch_size": 1}
+BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model"}
 PACKAGES = ("latent-santa", "torch", "transformers", "tokenizers", "numpy", "scikit-learn", "bitsandbytes", "datasets")
 
 

@@ -14,6 +14,7 @@ from latent_santa.eval.errors import EvalError
 TINY = "builtin:tiny"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTS = ("none", "int8")
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 # Appendix F keeps these in bfloat16: sampled attention reads the weight of kv_b_proj itself.
 UNQUANTISED = ("kv_b_proj", "lm_head")
@@ -71,6 +72,12 @@ class ModelSpec:
                 import bitsandbytes  # noqa: F401
             except ImportError as error:
                 raise EvalError("--quant int8 needs bitsandbytes: pip install 'latent-santa[quant]'") from error
+        if self.device != "auto" and self.device.partition(":")[0] not in DEVICES:
+            raise EvalError(
+                f"--device {self.device}: supported are auto and {', '.join(DEVICES)} (with a number: cuda:1)"
+            )
+        if self.tiny and self.revision:
+            raise EvalError(f"--revision {self.revision}: the tiny model comes with this package and has no revisions")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise EvalError(f"--device {self.device}: PyTorch sees no GPU here; use --device cpu or auto")
         if self.device_map and self.tiny:
@@ -134,19 +141,32 @@ def _cannot(what: str, spec: ModelSpec, error: Exception) -> str:
 
 
 def identity(spec: ModelSpec, config: Any) -> dict[str, Any]:
-    """What tells this model from another of the same name: the hub commit, or names, sizes and hashes of its files."""
+    """What tells this model from another of the same name: the hub commit, or names and hashes of its files.
+
+    Of a weight file, gigabytes long, the size and three pieces are hashed: training changes numbers everywhere.
+    """
     commit = getattr(config, "_commit_hash", None)
     where, _ = spec.source()
     directory = Path(where)
     if not directory.is_dir():
         return {"commit": commit}
-    files: dict[str, int | str] = {}
+    files: dict[str, str] = {}
     for path in sorted(directory.iterdir()):
         if path.suffix in (".safetensors", ".bin"):
-            files[path.name] = path.stat().st_size
+            files[path.name] = _sampled_hash(path)
         elif path.name == "config.json":
             files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return {"files": files}
+
+
+def _sampled_hash(path: Path, piece: int = 1 << 20) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for start in (0, size // 2, max(size - piece, 0)):
+            file.seek(start)
+            digest.update(file.read(piece))
+    return digest.hexdigest()
 
 
 def context_limit(config: Any) -> int | None:

@@ -91,7 +91,7 @@ def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: Conditio
     the same quantity, with a wider interval.
     """
     key = method_key(condition)
-    if key is None or settings.get("data") not in ("hub", "jsonl"):
+    if key is None or settings.get("data") not in ("hub", "jsonl") or settings.get("routing_dtype", "model") != "model":
         return None
     for table in TABLES:
         if not same_model(settings["model"], table.model) or settings["length"] != table.length:
@@ -149,6 +149,8 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
         "dense baseline", "SDPA, same adapter" if latent else "SDPA", "same adapter" if dense else "none", lambda: dense
     )
     add("noise", "independent for each head", get("noise"), lambda: settings["noise"] == "independent")
+    routing = settings.get("routing_dtype", "model")
+    add("routing keys", "as in the cache", routing, lambda: routing == "model")
     if latent:
         replay = "replayed through sparse attention"
         add("first token", replay, get("first_token"), lambda: settings["first_token"] == "replay")

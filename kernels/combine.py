@@ -37,7 +37,8 @@ def combine_kernel(
         ok = (t > float("-inf"))[:, None] & (dim < V)[None, :]
         part = tl.load(part_out + at[:, None] * V + dim[None, :], mask=ok, other=0.0)
         total += tl.sum(part * tl.exp(t - safe)[:, None], 0)
-    tl.store(out + line * V + dim, total / whole, mask=dim < V)
+    # a sequence without any row (all padding) gets zeros, as in PyTorch
+    tl.store(out + line * V + dim, total / tl.where(whole == 0.0, 1.0, whole), mask=dim < V)
     if tl.program_id(0) == 0:
         tl.store(lse + line, safe + tl.log(whole))
         if h == 0:

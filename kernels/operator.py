@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,18 +73,26 @@ def sampled_attention(
     Raises:
         RuntimeError: the kernels cannot take these inputs; the message says why.
     """
-    reason = unsupported(query, rows, teams)
+    reason = unsupported(query, rows, teams, teams_per_head)
     if reason is not None:
         raise RuntimeError(f"the triton backend cannot run: {reason}")
-    workspace = default_workspace(rows.values.device) if workspace is None else workspace
-    call = Call(query, rows, teams, suffix, draw, scale, teams_per_head, estimator, noise, workspace)
-    if not call.everything:
-        call.route()
-        call.select()
-        if call.pooled:
-            call.pool()
-    call.attend()
-    return call.combine()
+    device = rows.values.device
+    workspace = default_workspace(device) if workspace is None else workspace
+    # Triton launches on the current device; threads on one stream share scratch, and so take turns
+    with current(device), workspace.lock:
+        call = Call(query, rows, teams, suffix, draw, scale, teams_per_head, estimator, noise, workspace)
+        if not call.everything:
+            call.route()
+            call.select()
+            if call.pooled:
+                call.pool()
+        call.attend()
+        return call.combine()
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which ``device`` is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
@@ -164,7 +173,10 @@ class Call:
         if isinstance(first, QuantisedKeys) and isinstance(second, QuantisedKeys):
             keys = (first.codes, second.codes)
             # the 4-bit kernel reads the scales of two groups that share bytes as one word
-            scales = tuple(p.scales.view(torch.int32) if p.bits == 4 else p.scales for p in (first, second))  # type: ignore[assignment]
+            scales = tuple(
+                p.scales.contiguous().view(torch.int32) if p.bits == 4 else p.scales.contiguous()
+                for p in (first, second)
+            )  # type: ignore[assignment]
             groups = (first.group, second.group)
         else:
             keys = scales = (first, second)  # type: ignore[assignment]
@@ -231,8 +243,8 @@ class Call:
         """Put the shares together."""
         s, p, held = self.shapes, self.plan, self.held
         device = held.phi.device
-        out = torch.empty(s.batch, s.groups, s.heads, s.values, device=device)
-        lse = torch.empty(s.batch, s.groups, s.heads, device=device)
+        out = torch.empty(s.batch, s.groups, s.heads, s.values, dtype=torch.float32, device=device)
+        lse = torch.empty(s.batch, s.groups, s.heads, dtype=torch.float32, device=device)
         counts = torch.empty(3, s.batch, s.groups, dtype=torch.int64, device=device)
         blocks = -(-s.values // p.combine_values)
         combine_kernel[(blocks, s.heads, s.batch * s.groups)](

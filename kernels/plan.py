@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor
 
 RUN = 8
+# plans kept; prompts of all lengths would otherwise add to them for ever
+MOST_PLANS = 4096
 
 
 def power(n: int, least: int = 1) -> int:
@@ -193,6 +197,10 @@ class Buffers:
         """Every buffer, for tests that poison them."""
         return list(vars(self).values())
 
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
 
 @dataclass
 class Workspace:
@@ -203,16 +211,24 @@ class Workspace:
 
     Attributes:
         overrides: fields of :class:`Plan` to use instead of the chosen ones.
+        limit_bytes: beyond it new scratch takes the place of what was used least recently. Scratch that a CUDA graph
+            was captured with stays, as the graph goes on using it.
+        lock: held while a call is launched.
     """
 
     overrides: dict[str, Any] = field(default_factory=dict)
+    limit_bytes: int = 1 << 30
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _plans: dict[Shapes, Plan] = field(default_factory=dict, repr=False)
-    _buffers: dict[tuple[Any, ...], Buffers] = field(default_factory=dict, repr=False)
+    _buffers: dict[tuple[Any, ...], Buffers] = field(default_factory=dict, repr=False)  # in the order of use
+    _captured: set[tuple[Any, ...]] = field(default_factory=set, repr=False)
 
     def plan(self, shapes: Shapes) -> Plan:
         """The plan for these shapes."""
         found = self._plans.get(shapes)
         if found is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
             found = self._plans[shapes] = replace(choose(shapes), **self.overrides)
         return found
 
@@ -221,15 +237,28 @@ class Workspace:
         sizes = buffer_sizes(s, p)
         # keyed by every size: a key that leaves one out hands a call too little memory
         key = (device, *sizes.values())
-        found = self._buffers.get(key)
+        found = self._buffers.pop(key, None)
         if found is None:
+            self._make_room(sum(dtype.itemsize * math.prod(shape) for dtype, shape in sizes.values()))
             made = {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in sizes.items()}
-            found = self._buffers[key] = Buffers(**made)
+            found = Buffers(**made)
+        self._buffers[key] = found
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.add(key)
         return found
+
+    def _make_room(self, wanted: int) -> None:
+        """Let go of what was used least recently, until ``wanted`` bytes more stay within the limit."""
+        free = [key for key in self._buffers if key not in self._captured]
+        over = wanted + sum(self._buffers[key].bytes() for key in free) - self.limit_bytes
+        for key in free:
+            if over <= 0:
+                break
+            over -= self._buffers.pop(key).bytes()
 
     def bytes(self) -> int:
         """Memory held."""
-        return sum(t.numel() * t.element_size() for held in self._buffers.values() for t in held.tensors())
+        return sum(held.bytes() for held in self._buffers.values())
 
     def poison(self) -> None:
         """Fill every buffer with NaN or a large integer, for tests: no kernel may read what none wrote."""

@@ -62,7 +62,9 @@ def raised(x, low, need, room):
     held = room + 1
     moved = low < high
     while (held > room) & moved:
-        middle = 0.5 * low + 0.5 * high
+        # finite below an infinite maximum; and the maximum itself, which many may equal, once nothing lies between
+        middle = tl.minimum(0.5 * low + 0.5 * high, 3.4028234663852886e38)
+        middle = tl.where(middle > low, middle, high)
         reach = tl.sum((x >= middle).to(tl.int32), 0)
         enough = reach >= need
         moved = tl.where(enough, middle > low, middle < high)

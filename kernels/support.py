@@ -15,6 +15,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KEY_DIMS = 512
 MOST_VALUE_DIMS = 512
 MOST_HEADS = 4 * 65536
+# the selection compares all candidates (plan.py) with all: 512 compile in ten seconds, 1,024 in more than a minute
+MOST_TEAMS_PER_HEAD = 340
 
 
 def interpreting() -> bool:
@@ -40,13 +42,14 @@ def unavailable(device: torch.device) -> str | None:
     return f"the rows are on {device}: the kernels need a CUDA device (or TRITON_INTERPRET=1 and CPU tensors)"
 
 
-def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams) -> str | None:
+def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams, teams_per_head: int = 1) -> str | None:
     """Why :func:`latent_santa.kernels.sampled_attention` cannot take these inputs, or None when it can.
 
     Args:
         query: parts ``(B, G, H, D_i)``.
         rows: the cache, one key part (GQA) or two (MLA: content latent and rotary key).
         teams: the prompt's team records.
+        teams_per_head: K before the cap by the number of teams.
     """
     values = rows.values
     reason = unavailable(values.device)
@@ -75,9 +78,17 @@ def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams) -> str | No
         return f"values have {values.shape[-1]} dimensions: the kernels take at most {MOST_VALUE_DIMS}"
     if len(rows.keys) == 2 and values is not rows.keys[0] and values.data_ptr() != rows.keys[0].data_ptr():
         return "two key parts with separate values: the kernels take two parts only where the values are the first one"
+    if teams.length > rows.length:
+        return f"teams cover {teams.length} rows and the cache holds {rows.length}"
+    if len({(k.bits if isinstance(k, QuantisedKeys) else 16) for k in teams.routing_keys}) > 1:
+        return "routing key parts in several formats: the kernels need one"
     for i, routed in enumerate(teams.routing_keys):
+        if isinstance(routed, QuantisedKeys) and routed.group & (routed.group - 1):
+            return f"routing key part {i} has a scale for {routed.group} dimensions: the kernels need a power of two"
         if not isinstance(routed, QuantisedKeys) and (routed.dtype != values.dtype or routed.stride(-1) != 1):
             return f"routing key part {i} must be contiguous {values.dtype}, like the rows, or QuantisedKeys"
+    if teams.teams > teams_per_head > MOST_TEAMS_PER_HEAD:
+        return f"{teams_per_head} teams a head are to be sampled: the kernels sample at most {MOST_TEAMS_PER_HEAD}"
     if query[0].shape[2] >= MOST_HEADS:
         return f"{query[0].shape[2]} query heads a group: the noise counter holds fewer than {MOST_HEADS}"
     return None

@@ -87,7 +87,7 @@ class SantaConfig:
         if self.method == "centroid" and self.budget < self.parent_size:
             raise ValueError(
                 f"budget={self.budget}: centroid selects floor(S / B) clusters, so S must be at least "
-                f"B = parent_size = {self.parent_size}"
+                f"B = parent_size = {self.parent_size}: use a larger S or a smaller B"
             )
         if self.method != "santa++":
             return

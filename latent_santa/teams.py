@@ -290,7 +290,8 @@ def join_teams(first: Teams, second: Teams) -> Teams:
 
     def merge_part(a: KeyPart, b: KeyPart) -> KeyPart:
         if isinstance(a, QuantisedKeys) and isinstance(b, QuantisedKeys):
-            return replace(a, codes=merge(a.codes, b.codes), scales=merge(a.scales, b.scales))
+            # the kernels read scales as one block, and a merged tensor is a view
+            return replace(a, codes=merge(a.codes, b.codes), scales=merge(a.scales, b.scales).contiguous())
         assert isinstance(a, Tensor) and isinstance(b, Tensor), "teams of one cache have one routing dtype"
         return merge(a, b)
 

@@ -89,7 +89,7 @@ class PatchedLayer:
         teams = cache.grouped.teams
         assert teams is not None
         self._count_full(call, teams.teams)
-        attend = triton_attention(config.backend, parts, rows, teams)
+        attend = triton_attention(config.backend, parts, rows, teams, config.teams_per_head)
         if attend is None:
             attend = sampled_attention
             if teams.teams > config.teams_per_head:

@@ -16,7 +16,9 @@ from latent_santa.teams import Teams
 log = logging.getLogger("latent_santa")
 
 
-def triton_attention(backend: str, query: tuple[Tensor, ...], rows: Rows, teams: Teams) -> Callable[..., Output] | None:
+def triton_attention(
+    backend: str, query: tuple[Tensor, ...], rows: Rows, teams: Teams, teams_per_head: int
+) -> Callable[..., Output] | None:
     """The Triton operator, or None for PyTorch's.
 
     Raises:
@@ -26,7 +28,7 @@ def triton_attention(backend: str, query: tuple[Tensor, ...], rows: Rows, teams:
         return None
     operator, reason = _load()
     if operator is not None:
-        reason = operator.unsupported(query, rows, teams)
+        reason = operator.unsupported(query, rows, teams, teams_per_head)
         if reason is None:
             return operator.sampled_attention
     if backend == "triton":

@@ -209,7 +209,16 @@ def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch,
         (["--data", "web"], "choose builtin, hub or jsonl:DIR"),
         (["--methods", "dense,magic"], "unknown method 'magic'"),
         (["--budgets", "10"], "divisible by P/R"),
-        (["--budgets", "many"], "give numbers"),
+        (["--budgets", "many"], "'many': give values separated by commas, such as 128,256"),
+        (["--budgets", ","], "argument --budgets: ','"),
+        (["--teams", "16"], "argument --teams: '16': give values separated by commas, such as 16/4,16/1"),
+        (["--teams", "16/4", "--parent-size", "8"], "--teams replaces --parent-size"),
+        (["--parent-size", "0"], "must be at least 1"),
+        (["--floor", "nan"], "--floor must be a score from 0 to 100 percent, got nan"),
+        (["--data-seed", "-1"], "--data-seed must be at least 0, got -1"),
+        (["--context-limit", "0"], "--context-limit must be at least 1, got 0"),
+        (["--device", "foo"], "--device foo: supported are auto and cpu"),
+        (["--methods", "centroid", "--budgets", "8"], "use a larger S or a smaller B"),
         (["--length", "9999"], "exceeds the model's limit of 4096"),
         (["--length", "0"], "at least 1"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
@@ -222,9 +231,46 @@ def test_wrong_options_are_refused_before_work_starts(tmp_path, model, monkeypat
     from latent_santa.eval import models
 
     monkeypatch.setattr(models, "load", None)
-    assert main(["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / "run"), *options]) == 2
+    assert code_of(["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / "run"), *options]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def code_of(arguments: list[str]) -> int:
+    """The exit code, also where argparse leaves by itself."""
+    try:
+        return main(arguments)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def test_an_out_that_cannot_be_made_is_refused_before_prompts_are_built(tmp_path, model, monkeypatch, capsys):
+    from latent_santa.eval import freeze
+
+    monkeypatch.setattr(freeze, "make_prompts", None)
+    (tmp_path / "file").touch()
+    for out in ("file", "file/run"):
+        assert main(["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / out)]) == 2
+        assert "is not a directory that can be written to" in capsys.readouterr().err
+
+
+def test_a_run_with_other_weights_of_equal_size_is_another_run(tmp_path, model):
+    import shutil
+
+    from latent_santa.eval import models
+
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    weights = next(other.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-4:] = bytes(4)
+    weights.write_bytes(content)
+    same, changed = (
+        models.identity(spec, models.load_config(spec)) for spec in map(models.ModelSpec, (model, str(other)))
+    )
+    assert same["files"].keys() == changed["files"].keys()
+    assert same["files"][weights.name] != changed["files"][weights.name]
+    assert same["files"]["config.json"] == changed["files"]["config.json"]
 
 
 def test_a_failed_prompt_shows_in_the_exit_code(tmp_path, model, monkeypatch, capsys):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +16,23 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels canno
 
 from latent_santa.attention import Suffix
 from latent_santa.kernels import Workspace, draws, operator, sampled_attention, unsupported
-from latent_santa.kernels.plan import Shapes, attend_bytes, candidate_blocks, candidates, choose, route_bytes
+from latent_santa.kernels.plan import (
+    MOST_PLANS,
+    Shapes,
+    attend_bytes,
+    candidate_blocks,
+    candidates,
+    choose,
+    route_bytes,
+)
 from latent_santa.kernels.select import select_kernel
+from latent_santa.kernels.support import MOST_TEAMS_PER_HEAD
 from latent_santa.noise import gumbel_noise, noise_keys
+from latent_santa.parents import contiguous_parents
+from latent_santa.quantise import quantise, quantise_parts
+from latent_santa.rows import Rows
 from latent_santa.sampling import log_inclusion
+from latent_santa.teams import build_teams, join_teams
 
 from .cases import make_case
 from .kernel_cases import SMALL, Call, compare, make_call
@@ -136,6 +152,54 @@ def test_quantised_routing_keys(routing_dtype: str, dims: tuple[int, int]) -> No
     check(make_call(heads=2, lengths=(60,), dims=dims, routing_dtype=routing_dtype, dtype=torch.float16), 3)
 
 
+@pytest.mark.parametrize("routing_dtype", ["model", "int8", "int4"])
+def test_teams_of_several_turns(routing_dtype: str) -> None:
+    """Joined records are views with spare places between the sequences and groups."""
+    call = make_call("gqa", heads=2, groups=2, lengths=(60, 40), dims=(32,), suffix=24, dtype=torch.float16)
+    rows = Rows((call.rows.keys[0][:, :, :80],), call.rows.values[:, :, :80])
+    turn = (torch.arange(80) >= 60).expand(2, -1)
+    second = build_teams(rows, rows.keys[0].float(), contiguous_parents(turn, 16).expand(-1, 2, -1), 4)
+    first, second = (
+        replace(t, routing_keys=quantise_parts(t.routing_keys, routing_dtype)) for t in (call.teams, second)
+    )
+    check(replace(call, teams=join_teams(first, second), suffix=Suffix(torch.arange(80, 84))), 3)
+
+
+def test_a_sequence_that_is_all_padding_gets_zeros() -> None:
+    call = make_call("gqa", heads=2, lengths=(33, 1), dims=(16,), suffix=0, dtype=torch.float16)
+    for part in (call.teams.count, call.teams.sizes):
+        part[1] = 0
+    call.teams.team_of_row[1] = -1
+    for k in (2, 500):
+        got, want = call.kernels(k, call.poisoned(k, SMALL)), call.twin(k)
+        assert not want.out[1].any() and torch.equal(got.out[1], want.out[1]) and torch.equal(got.lse[1], want.lse[1])
+        torch.testing.assert_close(got.out[0], want.out[0], rtol=ROUNDING, atol=ROUNDING)
+
+
+ODD = float(torch.nextafter(torch.tensor(1000.0), torch.tensor(2000.0)))
+
+
+@pytest.mark.parametrize(
+    ("places", "score", "want"),
+    [([77], torch.inf, [77, 126, 127]), (range(1, 128, 3), torch.inf, [1, 4, 7]), (range(1, 128, 3), ODD, [1, 4, 7])],
+)
+def test_crowds_at_the_maximum_stay_within_the_scratch(places: Sequence[int], score: float, want: list[int]) -> None:
+    """The bound must get past the middle that rounds down to it, and below infinity there is no middle."""
+    scores = torch.arange(128.0)
+    scores[list(places)] = score
+    flags, corrections = torch.zeros(1, 128, dtype=torch.int32), torch.zeros(1, 128)
+    blocks, found = torch.full((64,), -7, dtype=torch.int32), torch.full((64,), -7, dtype=torch.int64)
+    threshold = torch.zeros(2)
+    select_kernel[(1, 1)](
+        scores.view(16, 8).amax(1), scores, flags, corrections,
+        torch.tensor([128], dtype=torch.int32), noise_keys(1, [0], "cpu"), torch.tensor([9]), blocks, found,
+        threshold[:1], threshold[1:], 2, 3, 128, 1, 1, 1, BLOCK=8, NT=16, COARSE=0, NB=8, ROOM=8, SHARED=False,
+        PDL=False,
+    )  # fmt: skip
+    assert bool((blocks[8:] == -7).all()) and bool((found[8:] == -7).all())
+    assert flags[0].nonzero()[:, 0].tolist() == want
+
+
 @pytest.mark.parametrize("coarse", [0, 16])
 def test_equal_scores_select_the_lower_teams_and_exactly_k(coarse: int) -> None:
     """phi makes up for the noise, so that every noisy score is 5000 and more blocks tie than there is room for."""
@@ -211,6 +275,88 @@ def test_step_key_and_suffix_are_read_on_each_call() -> None:
     assert len(workspace._buffers) == len(workspace._plans) == 1
 
 
+def test_threads_on_one_stream_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that comes in the middle of another's call finds their common scratch taken."""
+    calls = [make_call("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16, seed=seed) for seed in (0, 1)]
+    workspace = Workspace(SMALL)
+    outputs: dict[int, Any] = {}
+
+    def run(number: int) -> None:
+        outputs[number] = calls[number].kernels(2, workspace)
+
+    other = threading.Thread(target=run, args=(1,))
+    select = operator.Call.select
+
+    def interrupted(self: operator.Call) -> None:
+        if self.query[0] is calls[0].query[0]:
+            other.start()
+            other.join(0.5)
+        select(self)
+
+    monkeypatch.setattr(operator.Call, "select", interrupted)
+    run(0)
+    other.join()
+    for number, call in enumerate(calls):
+        compare(outputs[number], call.twin(2), ROUNDING)
+
+
+def test_launches_are_made_on_the_rows_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[torch.device] = []
+    launched: list[list[torch.device]] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Any:
+        inside.append(device)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(operator, "current", current)
+    for name in ("route", "select", "pool", "attend", "combine"):
+        original = getattr(operator.Call, name)
+        monkeypatch.setattr(operator.Call, name, lambda self, f=original: (launched.append(list(inside)), f(self))[1])
+    call = make_call("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16)
+    call.kernels(2, Workspace(SMALL), "pooled")
+    assert launched == [[torch.device("cpu")]] * 5 and not inside
+
+
+def test_scratch_that_was_used_least_recently_goes_first() -> None:
+    calls = [make_call("gqa", heads=2, lengths=(n,), dims=(16,), dtype=torch.float16) for n in (60, 600, 1200)]
+    workspace = Workspace(SMALL)
+    for call in calls[:2]:
+        call.kernels(2, workspace)
+    small, middle = workspace._buffers
+    # as if a CUDA graph had been captured with it
+    workspace._captured.add(small)
+    workspace.limit_bytes = workspace.bytes()
+    compare(calls[2].kernels(2, workspace), calls[2].twin(2), ROUNDING)
+    assert small in workspace._buffers and middle not in workspace._buffers and len(workspace._buffers) == 2
+    workspace._captured.clear()
+    workspace.limit_bytes = 0
+    compare(calls[1].kernels(2, workspace), calls[1].twin(2), ROUNDING)
+    assert list(workspace._buffers) == [middle]
+
+
+def test_plans_of_many_shapes_do_not_pile_up() -> None:
+    call = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
+    workspace = Workspace(SMALL)
+    call.kernels(2, workspace)
+    (shapes,) = workspace._plans
+    for most in range(2 * MOST_PLANS):
+        workspace.plan(replace(shapes, most_rows=most))
+    assert len(workspace._plans) <= MOST_PLANS
+
+
+def test_outputs_are_float32_under_any_default_dtype() -> None:
+    call = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
+    want = call.twin(2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = call.kernels(2, Workspace(SMALL))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    compare(got, want, ROUNDING)
+
+
 def test_refusals_say_what_and_why() -> None:
     call = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
     assert unsupported(call.query, call.rows, call.teams) is None
@@ -220,3 +366,17 @@ def test_refusals_say_what_and_why() -> None:
     assert "520 dimensions" in str(unsupported(wide.query, wide.rows, wide.teams))
     with pytest.raises(RuntimeError, match="520 dimensions"):
         wide.kernels(2, Workspace(SMALL))
+    assert candidates(MOST_TEAMS_PER_HEAD) == 512 < candidates(MOST_TEAMS_PER_HEAD + 1)
+    many = make_call("gqa", heads=1, lengths=(700,), dims=(16,), parent_size=1, representatives=1, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="690 teams a head"):
+        many.kernels(690, Workspace(SMALL))
+    assert unsupported(many.query, many.rows, many.teams, 682) is None
+    assert unsupported(many.query, many.rows, many.teams, 700) is None
+    short = Rows((call.rows.keys[0][:, :, :10],), call.rows.values[:, :, :10])
+    assert "cache holds 10" in str(unsupported(call.query, short, call.teams))
+    pair = make_call(heads=2, lengths=(20,), dims=(48, 16), dtype=torch.float16)
+    latents, rotary = (part for part in pair.teams.routing_keys if isinstance(part, torch.Tensor))
+    odd = replace(pair.teams, routing_keys=(quantise(latents, "int8", 24), quantise(rotary, "int8")))
+    assert "24 dimensions" in str(unsupported(pair.query, pair.rows, odd))
+    mixed = replace(pair.teams, routing_keys=(quantise(latents, "int8"), rotary))
+    assert "several formats" in str(unsupported(pair.query, pair.rows, mixed))

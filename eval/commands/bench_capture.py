@@ -38,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.errors import EvalError
     from latent_santa.eval.models import load, load_tokenizer
 
+    for name, least in (("length", 2), ("steps", 1), ("layer", 0)):
+        if getattr(args, name) < least:
+            raise EvalError(f"--{name} must be at least {least}, got {getattr(args, name)}")
     spec = model_spec(args)
     tokenizer = load_tokenizer(spec)
     text = args.prompt_file.read_text() if args.prompt_file else _filler(args.length)

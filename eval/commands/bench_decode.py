@@ -58,8 +58,10 @@ def run(args: argparse.Namespace) -> int:
     device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     jobs = _settings(args, device)
     batches, contexts = integers("--batch", args.batch), integers("--context", args.context)
-    if min(args.steps, args.repeats, args.layers or 1) < 1:
-        raise EvalError("--steps, --repeats and --layers must be at least 1")
+    for name in ("steps", "repeats", "layers"):
+        given = getattr(args, name)
+        if given is not None and given < 1:
+            raise EvalError(f"--{name} must be at least 1, got {given}")
     if args.layers:
         SHAPES[args.shape]["num_hidden_layers"] = args.layers
     facts = _facts(args, device)

@@ -20,6 +20,12 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _holds(numbers: str, wanted: str) -> bool:
+    """Whether a table's number, or span of numbers such as 15-18, is or holds the wanted one."""
+    first, _, last = numbers.partition("-")
+    return wanted == numbers or (wanted.isdigit() and int(first) <= int(wanted) <= int(last or first))
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the conditions; 0."""
     from rich.table import Table
@@ -29,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.store import Store
 
     manifest = Store(args.directory).manifest() if args.directory else None
-    chosen = [table for table in paper_tables.TABLES if args.table in (None, table.number)]
+    chosen = [table for table in paper_tables.TABLES if args.table is None or _holds(table.number, args.table)]
     if not chosen:
         numbers = ", ".join(table.number for table in paper_tables.TABLES)
         raise EvalError(f"--table {args.table}: choose from {numbers}")

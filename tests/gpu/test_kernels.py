@@ -146,6 +146,29 @@ def test_graph_replays_draw_fresh_noise() -> None:
     compare(held, call.twin(8), EXACT)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_rows_on_another_device_than_the_current_one(estimator: str) -> None:
+    call = make_call(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda:1", **MLA)
+    assert torch.cuda.current_device() == 0
+    compare(call.kernels(8, Workspace(), estimator), call.twin(8, estimator), EXACT)
+    assert torch.cuda.current_device() == 0
+
+
+def test_scratch_of_a_captured_graph_outlasts_the_limit() -> None:
+    call = make_call(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda", **MLA)
+    workspace = Workspace(limit_bytes=0)
+    call.kernels(8, workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = call.kernels(8, workspace)
+    longer = make_call(heads=16, lengths=(5000,), dtype=torch.bfloat16, device="cuda", **MLA)
+    compare(longer.kernels(8, workspace), longer.twin(8), EXACT)
+    graph.replay()
+    compare(held, call.twin(8), EXACT)
+    assert len(workspace._buffers) == 2
+
+
 def test_repeats_are_bitwise_equal() -> None:
     call = make_call(heads=16, lengths=(5000, 4000), dtype=torch.bfloat16, device="cuda", **MLA)
     workspace = Workspace()
