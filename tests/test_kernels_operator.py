@@ -370,7 +370,7 @@ def test_refusals_say_what_and_why() -> None:
     many = make_call("gqa", heads=1, lengths=(700,), dims=(16,), parent_size=1, representatives=1, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="690 teams a head"):
         many.kernels(690, Workspace(SMALL))
-    assert unsupported(many.query, many.rows, many.teams, 682) is None
+    assert unsupported(many.query, many.rows, many.teams, MOST_TEAMS_PER_HEAD) is None
     assert unsupported(many.query, many.rows, many.teams, 700) is None
     short = Rows((call.rows.keys[0][:, :, :10],), call.rows.values[:, :, :10])
     assert "cache holds 10" in str(unsupported(call.query, short, call.teams))
