@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 OUT ?= out/tiny
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-oldest test-gpu lint real train-tiny clean
+.PHONY: run test test-oldest test-gpu lint real grids train-tiny clean
 
 run: $(VENV)/.run
 	$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
@@ -33,6 +33,22 @@ real: $(VENV)/.run
 	  $(BIN)/latent-santa check --model $$model && \
 	  $(BIN)/latent-santa compare --model $$model --length 2304 --max-new-tokens 40 --budgets 128,512 --estimator per_head,pooled || exit 1; \
 	done
+
+# accuracy against rows on real checkpoints: make grids MLA=PATH GQA=PATH GRIDS=DIR JOBS=6; needs a CUDA device and its own
+# PyTorch; uses the python that is given. JOBS runs share the device; a second call goes on where the first stopped
+GRIDS ?= out/grids
+JOBS ?= 1
+GRID ?= $(PYTHON) -m latent_santa.eval ruler --resume --data builtin --tasks mla3 --prompts 20 --methods dense,santa++ \
+  --budgets 128,256,512,1024 --batch-size 20 --dtype bfloat16
+grids:
+	@test -n "$(MLA)$(GQA)" || { echo "give MLA=PATH, GQA=PATH or both: checkpoints of the two kinds"; exit 2; }
+	@for model in $(MLA) $(GQA); do \
+	  name=$(GRIDS)/$$(basename $$model); \
+	  for length in 8192 4096; do \
+	    echo --model $$model --length $$length --estimators per_head,pooled --parents kmeans,contiguous --out $$name-$$length; \
+	  done; \
+	  echo --model $$model --length 8192 --estimators pooled --parents kmeans --teams 16/4,16/2,16/1,32/4,64/4 --out $$name-sweep; \
+	done | xargs -P $(JOBS) -L 1 $(GRID)
 
 # needs one CUDA device; uses the python that is given
 train-tiny:

@@ -2,8 +2,12 @@
 
 Routing reads one key a team on every step, most of what a sampled step reads at long contexts. The estimator stays
 unbiased under any routing scores, as long as the corrections use the same ones (Appendix A), so the routing copy may
-be coarse. A key becomes symmetric integer codes with one scale per group of consecutive dimensions. A code stands for
-code times scale, which float32 holds exactly and no backend rounds.
+be coarse. A key less the keys' mean becomes symmetric integer codes with one scale per group of consecutive dimensions.
+A code stands for code times scale, which float32 holds exactly and no backend rounds.
+
+The mean never comes back: it adds one number to all of a head's scores, and neither their order under noise nor their
+distance from the threshold, which is all that selections and corrections depend on, knows of it. Real keys have a few
+dimensions with a large common part, which would set their group's scale.
 """
 
 from __future__ import annotations
@@ -28,12 +32,14 @@ class QuantisedKeys:
         scales: ``(B, G, M, D / group)`` float16.
         bits: 8 or 4.
         group: dimensions that share a scale.
+        center: ``(B, G, 1, D)``, what was taken off every key, or None for nothing.
     """
 
     codes: Tensor
     scales: Tensor
     bits: int
     group: int
+    center: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -45,7 +51,7 @@ class QuantisedKeys:
         return self.codes.device
 
     def float(self) -> Tensor:
-        """``(B, G, M, D)`` in float32, which is all that :func:`latent_santa.rows.scores` asks of a key part."""
+        """``(B, G, M, D)`` in float32, less the center; all that :func:`latent_santa.rows.scores` asks for."""
         codes = self.codes
         if self.bits == 4:
             pairs = codes.unflatten(-1, (-1, self.group))
@@ -54,11 +60,12 @@ class QuantisedKeys:
         return values.flatten(-2)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantisedKeys:
-        """The keys with ``change``, which touches no dimension but the first three, applied to codes and scales."""
-        return replace(self, codes=change(self.codes), scales=change(self.scales))
+        """The keys with ``change``, which touches no dimension but batch and group, applied to every tensor."""
+        center = None if self.center is None else change(self.center)
+        return replace(self, codes=change(self.codes), scales=change(self.scales), center=center)
 
     def index_select(self, dim: int, index: Tensor) -> QuantisedKeys:
-        """As ``Tensor.index_select`` for the batch, group or team dimension."""
+        """As ``Tensor.index_select`` for the batch or group dimension."""
         return self.mapped(lambda part: part.index_select(dim, index))
 
     def to(self, device: torch.device | str) -> QuantisedKeys:
@@ -98,8 +105,8 @@ def scale_group(dims: int, routing_dtype: str) -> int:
     return group
 
 
-def quantise(keys: Tensor, routing_dtype: str, group: int | None = None) -> QuantisedKeys:
-    """Symmetric codes of ``keys (B, G, M, D)``.
+def quantise(keys: Tensor, routing_dtype: str, group: int | None = None, center: Tensor | None = None) -> QuantisedKeys:
+    """Symmetric codes of ``keys (B, G, M, D)``, less ``center (B, G, 1, D)`` if given.
 
     Args:
         routing_dtype: ``"int8"`` (codes -127..127) or ``"int4"`` (-7..7).
@@ -116,7 +123,8 @@ def quantise(keys: Tensor, routing_dtype: str, group: int | None = None) -> Quan
     if group < 1 or span % group or (bits == 4 and dims % 2):
         raise ValueError(f"group={group}: must divide {span} ({'half of ' if bits == 4 else ''}{dims} key dimensions)")
     largest = 2 ** (bits - 1) - 1
-    grouped = keys.float().unflatten(-1, (-1, group))
+    rest = keys.float() if center is None else keys.float() - center.float()
+    grouped = rest.unflatten(-1, (-1, group))
     # the scale is rounded before it is used, so codes fit the scale that is stored
     scales = (grouped.abs().amax(-1) / largest).to(torch.float16)
     step = scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
@@ -124,11 +132,39 @@ def quantise(keys: Tensor, routing_dtype: str, group: int | None = None) -> Quan
     if bits == 4:
         low, high = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2, group)).unbind(-2)
         codes = (low | (high << 4)).flatten(-2)
-    return QuantisedKeys(codes.contiguous(), scales.contiguous(), bits, group)
+    return QuantisedKeys(codes.contiguous(), scales.contiguous(), bits, group, center)
 
 
-def quantise_parts(keys: tuple[KeyPart, ...], routing_dtype: str) -> tuple[KeyPart, ...]:
-    """All parts of the routing keys; ``"model"`` keeps them as they are."""
+def mean_key(keys: Tensor, real: Tensor | None = None) -> Tensor:
+    """The mean of ``keys (B, G, M, D)`` over the ``real (B, G, M)`` teams, all of them by default: ``(B, G, 1, D)``.
+
+    Summed in float64 and rounded to the keys' dtype, so that padding teams change nothing.
+    """
+    if real is None:
+        return keys.mean(2, keepdim=True, dtype=torch.float64).to(keys.dtype)
+    total = keys.masked_fill(~real[..., None], 0).sum(2, keepdim=True, dtype=torch.float64)
+    return (total / real.sum(-1).clamp_min(1)[..., None, None]).to(keys.dtype)
+
+
+def quantise_parts(
+    keys: tuple[KeyPart, ...],
+    routing_dtype: str,
+    real: Tensor | None = None,
+    earlier: tuple[KeyPart, ...] | None = None,
+) -> tuple[KeyPart, ...]:
+    """All parts of the routing keys; ``"model"`` keeps them as they are.
+
+    Args:
+        real: ``(B, G, M)`` bool, teams that are no padding; None for all.
+        earlier: parts of an earlier turn, whose centers serve these too: a head's scores must all miss one number.
+    """
     if routing_dtype == "model":
         return keys
-    return tuple(part if isinstance(part, QuantisedKeys) else quantise(part, routing_dtype) for part in keys)
+    found: list[KeyPart] = []
+    for i, part in enumerate(keys):
+        if isinstance(part, Tensor):
+            before = earlier[i] if earlier is not None else None
+            center = before.center if isinstance(before, QuantisedKeys) else mean_key(part, real)
+            part = quantise(part, routing_dtype, center=center)
+        found.append(part)
+    return tuple(found)

@@ -84,7 +84,8 @@ def _build(
     rows = [adapters[n].rows(layers[n].keys[:, :, :stop], layers[n].values[:, :, :stop]) for n in numbers]
     if config.method == "centroid":
         parents = form_parents(points, member, config)
-        yield from (_quantised(build_centroids(*pair), config) for pair in zip(rows, parents, strict=True))
+        for n, layer_rows, formed in zip(numbers, rows, parents, strict=True):
+            yield _quantised(build_centroids(layer_rows, formed), layers[n].grouped.teams, config)
         return
     shapes = [tuple(part.shape[:3]) for part in points]
     records = store.find(batch, numbers, member, shapes) if store is not None else None
@@ -92,8 +93,8 @@ def _build(
         records = _form(points, member, config)
         if store is not None:
             store.keep(batch, numbers, member, records)
-    for teams, layer_rows in zip(records, rows, strict=True):
-        yield _quantised(freeze_representatives(teams, layer_rows), config)
+    for n, teams, layer_rows in zip(numbers, records, rows, strict=True):
+        yield _quantised(freeze_representatives(teams, layer_rows), layers[n].grouped.teams, config)
 
 
 def _form(points: list[Tensor], member: Tensor, config: SantaConfig) -> list[Teams]:
@@ -107,9 +108,10 @@ def _form(points: list[Tensor], member: Tensor, config: SantaConfig) -> list[Tea
     return records
 
 
-def _quantised(teams: Teams, config: SantaConfig) -> Teams:
-    """The teams with their routing keys in the configured representation."""
-    return replace(teams, routing_keys=quantise_parts(teams.routing_keys, config.routing_dtype))
+def _quantised(teams: Teams, earlier: Teams | None, config: SantaConfig) -> Teams:
+    """The teams with their routing keys in the configured representation, like ``earlier`` teams of the layer."""
+    held = None if earlier is None else earlier.routing_keys
+    return replace(teams, routing_keys=quantise_parts(teams.routing_keys, config.routing_dtype, teams.sizes > 0, held))
 
 
 def _stackable(points: list[Tensor]) -> Iterator[slice]:

@@ -54,6 +54,33 @@ def test_neighbouring_groups_share_bytes() -> None:
     assert torch.equal(held.float(), codes.float())
 
 
+@pytest.mark.parametrize("routing_dtype", ["int8", "int4"])
+def test_what_all_keys_have_in_common_costs_nothing(routing_dtype: str) -> None:
+    """A common part would set the scales; it moves every score of a head alike, so it is left out."""
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randint(-7, 8, (2, 1, 40, 32), generator=generator).float()
+    keys[:, :, 0] = 7  # every group has its largest code, so codes are exact up to the rounding of the mean
+    keys = torch.cat((keys, -keys), 2)  # the mean is zero
+    common = 1000 * torch.randn(2, 1, 1, 32, generator=generator).round()
+    (plain,) = quantise_parts((keys,), routing_dtype)
+    (moved,) = quantise_parts((keys + common,), routing_dtype)
+    assert isinstance(plain, QuantisedKeys) and isinstance(moved, QuantisedKeys)
+    assert torch.equal(plain.codes, moved.codes) and torch.equal(plain.scales, moved.scales)
+    assert moved.center is not None and torch.equal(moved.center, common)
+    whole = quantise(keys + common, routing_dtype)
+    assert (whole.float() - keys - common).abs().max() > 3 > 0.6 > (moved.float() - keys).abs().max()
+
+
+def test_padding_teams_do_not_move_the_mean() -> None:
+    keys = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(4)).bfloat16()
+    padded = torch.nn.functional.pad(keys, (0, 0, 0, 5), value=50)
+    real = torch.arange(14) < 9
+    (held,) = quantise_parts((padded,), "int8", real.expand(1, 2, -1))
+    (alone,) = quantise_parts((keys,), "int8")
+    assert isinstance(held, QuantisedKeys) and isinstance(alone, QuantisedKeys)
+    assert torch.equal(held.codes[:, :, :9], alone.codes) and torch.equal(held.scales[:, :, :9], alone.scales)
+
+
 def test_a_key_of_zeros() -> None:
     assert not quantise(torch.zeros(1, 1, 2, 32), "int4").float().any()
 

@@ -55,9 +55,20 @@ def test_a_second_turn_joins_codes_and_beams_take_them_along(model):
         assert output.sequences.shape[1] == 66 and santa.sparse_calls == 6
         first = generate(model, prompt(60), 4)
         cache = cache_of(first)
+        centers = [part.center.clone() for part in cache.layers[0].grouped.teams.routing_keys]
         generate(model, torch.cat((first.sequences, prompt(30, seed=1)), 1), 4, cache=cache)
         teams = cache.layers[0].grouped.teams
         assert teams.routing_keys[0].shape[2] == teams.teams == int(teams.count.max())
+        # both turns' scores miss the same number
+        for part, center in zip(teams.routing_keys, centers, strict=True):
+            assert torch.equal(part.center, center)
+        if model.config.model_type == "qwen2":
+            rows = teams.representative[..., None].long().expand(-1, -1, -1, cache.layers[0].keys.shape[-1])
+            keys = cache.layers[0].keys.gather(2, rows.clamp_min(0))
+            held = teams.routing_keys[0]
+            step = held.scales.float().repeat_interleave(held.group, -1)
+            real = (teams.sizes > 0)[..., None]
+            assert bool((((keys - centers[0] - held.float()).abs() <= 0.51 * step + 1e-6) | ~real).all())
 
 
 def test_dimensions_that_do_not_divide_are_refused_before_anything_runs():

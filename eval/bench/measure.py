@@ -48,7 +48,7 @@ class Setting:
 
 def quantised(w: Workload, routing_dtype: str) -> Workload:
     """The workload with its routing keys in another representation."""
-    parts: Any = quantise_parts(w.teams.routing_keys, routing_dtype)
+    parts: Any = quantise_parts(w.teams.routing_keys, routing_dtype, w.teams.sizes > 0)
     return replace(w, teams=replace(w.teams, routing_keys=parts))
 
 
