@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .draws import INTERPRETED, dot, gumbel_tile, sequence_key, split
+from .codes import half_float, nibbles
+from .draws import dot, gumbel_tile, sequence_key, split
 
 
 @triton.jit
@@ -28,65 +29,6 @@ def product(acc, k, q, dtype: tl.constexpr, SPLIT: tl.constexpr):
         return dot(k, tl.trans(low), acc)
     else:
         return dot(k, tl.trans(q.to(dtype)), acc)
-
-
-@triton.jit
-def nibbles(codes, dtype: tl.constexpr):
-    """Bytes as the numbers in their low and in their high halves, each less 8, in ``dtype``.
-
-    A 16-bit float of the right exponent has the nibble for its last bits: one byte permutation makes two of them, and
-    one addition takes away what the exponent stands for. Conversions would take ten times the instructions.
-    """
-    if INTERPRETED or (dtype != tl.bfloat16 and dtype != tl.float16):
-        return ((codes & 15).to(tl.int32) - 8).to(dtype), ((codes >> 4).to(tl.int32) - 8).to(dtype)
-    elif dtype == tl.bfloat16:
-        # 0x43nn is 128 + nn; times 0x3F80 (1) plus 0xC308 (-136)
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, one, less;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 less, 0xC308C308;
-            and.b32 low, $4, 0x0F0F0F0F;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0F0F0F0F;
-            prmt.b32 $0, low, 0x43434343, 0x4140;
-            prmt.b32 $1, low, 0x43434343, 0x4342;
-            prmt.b32 $2, high, 0x43434343, 0x4140;
-            prmt.b32 $3, high, 0x43434343, 0x4342;
-            fma.rn.bf16x2 $0, $0, one, less;
-            fma.rn.bf16x2 $1, $1, one, less;
-            fma.rn.bf16x2 $2, $2, one, less;
-            fma.rn.bf16x2 $3, $3, one, less;
-            }""",
-            "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        # 0x64nn is 1024 + nn; times 0x3C00 (1) plus 0xE408 (-1032)
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, one, less;
-            mov.b32 one, 0x3C003C00;
-            mov.b32 less, 0xE408E408;
-            and.b32 low, $4, 0x0F0F0F0F;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0F0F0F0F;
-            prmt.b32 $0, low, 0x64646464, 0x4140;
-            prmt.b32 $1, low, 0x64646464, 0x4342;
-            prmt.b32 $2, high, 0x64646464, 0x4140;
-            prmt.b32 $3, high, 0x64646464, 0x4342;
-            fma.rn.f16x2 $0, $0, one, less;
-            fma.rn.f16x2 $1, $1, one, less;
-            fma.rn.f16x2 $2, $2, one, less;
-            fma.rn.f16x2 $3, $3, one, less;
-            }""",
-            "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
-        )  # fmt: skip
-
-
-@triton.jit
-def half_float(word):
-    """The float16 in a word's lower half, as float32."""
-    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
