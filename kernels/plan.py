@@ -122,7 +122,8 @@ def choose(s: Shapes) -> Plan:
     block = 8
     while block < 32 and padded_teams(s.teams) // block > 24 * candidate_blocks(s.teams_per_head):
         block *= 2
-    coarse = coarse_maxima(s.teams_per_head)
+    # as many coarse maxima as blocks that may reach their (K+1)-st: enough of them that it bounds the threshold tightly
+    coarse = candidate_blocks(s.teams_per_head)
     if coarse > min(256, padded_teams(s.teams) // block):
         coarse = 0
     tall = heads <= 8
@@ -156,11 +157,6 @@ def choose(s: Shapes) -> Plan:
         combine_shares=min(power(shares), 128),
     )
     return fitted(s, plan)
-
-
-def coarse_maxima(teams_per_head: int) -> int:
-    """Coarse maxima among which the (K+1)-st is looked for: enough of them that it bounds the threshold tightly."""
-    return power(teams_per_head + 1 + (teams_per_head + 1) // 2, 32)
 
 
 def candidate_blocks(teams_per_head: int) -> int:
