@@ -44,6 +44,18 @@ def model_spec(args: argparse.Namespace) -> ModelSpec:
     return spec
 
 
+def at_least(args: argparse.Namespace, **least: int) -> None:
+    """See that numbers that were given are not too small; a name is the option's with underscores.
+
+    Raises:
+        EvalError: one is; the message names the option, the limit and the number.
+    """
+    for name, limit in least.items():
+        given = getattr(args, name)
+        if given is not None and given < limit:
+            raise EvalError(f"--{name.replace('_', '-')} must be at least {limit}, got {given}")
+
+
 def integers(option: str, text: str) -> list[int]:
     """The positive integers of a list separated by commas.
 

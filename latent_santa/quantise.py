@@ -64,10 +64,6 @@ class QuantisedKeys:
         center = None if self.center is None else change(self.center)
         return replace(self, codes=change(self.codes), scales=change(self.scales), center=center)
 
-    def index_select(self, dim: int, index: Tensor) -> QuantisedKeys:
-        """As ``Tensor.index_select`` for the batch or group dimension."""
-        return self.mapped(lambda part: part.index_select(dim, index))
-
     def to(self, device: torch.device | str) -> QuantisedKeys:
         """The same codes on another device."""
         return self.mapped(lambda part: part.to(device))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.model_options import add_model_options, model_spec
+from latent_santa.eval.model_options import add_model_options, at_least, model_spec
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.errors import EvalError
     from latent_santa.eval.models import load, load_tokenizer
 
-    for name, least in (("length", 2), ("steps", 1), ("layer", 0)):
-        if getattr(args, name) < least:
-            raise EvalError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    at_least(args, length=2, steps=1, layer=0)
     spec = model_spec(args)
     tokenizer = load_tokenizer(spec)
     text = args.prompt_file.read_text() if args.prompt_file else _filler(args.length)

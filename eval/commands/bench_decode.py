@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.model_options import integers
+from latent_santa.eval.model_options import at_least, integers
 
 
 def add_parser(subparsers: Any) -> None:
@@ -53,15 +53,11 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from latent_santa.eval.decode_bench import SHAPES, measure, random_model
-    from latent_santa.eval.errors import EvalError
 
     device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     jobs = _settings(args, device)
     batches, contexts = integers("--batch", args.batch), integers("--context", args.context)
-    for name in ("steps", "repeats", "layers"):
-        given = getattr(args, name)
-        if given is not None and given < 1:
-            raise EvalError(f"--{name} must be at least 1, got {given}")
+    at_least(args, steps=1, repeats=1, layers=1)
     if args.layers:
         SHAPES[args.shape]["num_hidden_layers"] = args.layers
     facts = _facts(args, device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
+from latent_santa.eval.model_options import at_least
 
 # What the options mean when they are not given. The tiny model's are a first look of about three minutes on two cores.
 DEFAULTS: dict[str, Any] = {
@@ -199,14 +200,8 @@ def fill_defaults(args: argparse.Namespace) -> argparse.Namespace:
     filled.quick = quick if args.model == "builtin:tiny" else []
     if filled.teams and (filled.parent_size, filled.representatives) != (None, None):
         raise EvalError("--teams replaces --parent-size and --representatives: give one or the other")
-    size, representatives = filled.parent_size or 16, filled.representatives or 4
-    if 0 in (filled.parent_size, filled.representatives):
-        raise EvalError("--parent-size and --representatives must be at least 1")
-    filled.teams = filled.teams or [(size, representatives)]
-    for name, least in (("length", 1), ("n", 1), ("batch_size", 1), ("context_limit", 1), ("data_seed", 0)):
-        given = getattr(filled, name)
-        if given is not None and given < least:
-            raise EvalError(f"--{name.replace('_', '-')} must be at least {least}, got {given}")
+    at_least(filled, parent_size=1, representatives=1, length=1, n=1, batch_size=1, context_limit=1, data_seed=0)
+    filled.teams = filled.teams or [(filled.parent_size or 16, filled.representatives or 4)]
     if not 0 <= filled.floor <= 100:
         raise EvalError(f"--floor must be a score from 0 to 100 percent, got {filled.floor}")
     if filled.keep_prefills is not None and not 0 <= filled.keep_prefills < float("inf"):
