@@ -1,0 +1,36 @@
+"""One model over two CUDA devices: each layer's teams, scratch and noise live with its rows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import dispatch_model
+
+from ..tiny_models import tiny_model
+from .test_generate import generation
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def over_two_devices(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with its last layer, norm and head on the second device."""
+    layers = len(model.model.layers)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    places |= {f"model.layers.{i}": int(i == layers - 1) for i in range(layers)}
+    return dispatch_model(model, places, main_device="cuda:0")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"], ids=["mla", "gqa"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("parents", ["contiguous", "kmeans"])
+def test_a_model_over_two_devices_gives_the_tokens_and_rows_of_one(name: str, backend: str, parents: str) -> None:
+    model = tiny_model(name)
+    split = over_two_devices(copy.deepcopy(model))
+    assert {p.device.index for p in split.parameters()} == {0, 1}
+    settings = {"budget": 24, "parents": parents, "estimator": "pooled"}
+    assert generation(split, backend, **settings) == generation(model.cuda(), backend, **settings)
