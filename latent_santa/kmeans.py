@@ -57,7 +57,8 @@ def minibatch_kmeans(
     lengths, clusters = _check(points, lengths, clusters, seed, engine)
     if engine == "auto":
         engine = "torch" if points.is_cuda else "sklearn"
-    with torch.autocast(device_type=points.device.type, enabled=False):
+    # with rows on another GPU than the current one, PyTorch 2.11 gave wrong labels or an illegal access
+    with torch.autocast(device_type=points.device.type, enabled=False), torch.cuda.device_of(points):
         if engine == "sklearn":
             return _sklearn_labels(points, lengths, clusters, seed)
         return torch_labels(points, lengths, clusters, seed)

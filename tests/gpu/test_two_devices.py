@@ -8,6 +8,8 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
+from latent_santa.kmeans import minibatch_kmeans
+
 from ..tiny_models import tiny_model
 from .test_generate import generation
 
@@ -34,3 +36,14 @@ def test_a_model_over_two_devices_gives_the_tokens_and_rows_of_one(name: str, ba
     assert {p.device.index for p in split.parameters()} == {0, 1}
     settings = {"budget": 24, "parents": parents, "estimator": "pooled"}
     assert generation(split, backend, **settings) == generation(model.cuda(), backend, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kmeans_on_another_device_than_the_current_one(dtype: torch.dtype) -> None:
+    points = torch.randn(3, 700, 16, generator=torch.Generator().manual_seed(0)).to("cuda:0", dtype)
+    counts = [700, 400, 90], [43, 25, 5]
+    assert torch.cuda.current_device() == 0
+    here = minibatch_kmeans(points, *counts, seed=1)
+    there = minibatch_kmeans(points.to("cuda:1"), *counts, seed=1)
+    assert there.device.index == 1 and torch.equal(there.cpu(), here.cpu())
+    assert torch.cuda.current_device() == 0
