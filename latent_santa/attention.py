@@ -12,6 +12,9 @@ from .rows import Rows, scores
 from .sampling import Selection, routing_scores, select
 from .teams import Teams
 
+# more rows of the union than these are copied in float32 in two halves: decoding's memory peaks there
+ROWS_AT_ONCE = 2048
+
 
 @dataclass
 class Draw:
@@ -83,6 +86,16 @@ def _combine(logits: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
     weights = (logits - shift[..., None]).exp().split([part.shape[2] for part in values], -1)
     first, *others = (weight @ part for weight, part in zip(weights, values, strict=True))
     return sum(others, first), lse
+
+
+def _merged(pieces: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One result of :func:`_combine` from those of separate columns."""
+    if len(pieces) == 1:
+        return pieces[0]
+    outs, lses = (torch.stack(parts) for parts in zip(*pieces, strict=True))
+    lse = lses.logsumexp(0)
+    weights = (lses - lse.clamp_min(torch.finfo(lse.dtype).min)).exp()
+    return (weights[..., None] * outs).sum(0), lse
 
 
 def _suffix_logits(query: tuple[Tensor, ...], rows: Rows, suffix: Suffix, scale: float) -> tuple[Tensor, Tensor]:
@@ -157,12 +170,22 @@ def attend_selected(
         ``out (B, G, H, V)``, ``lse (B, G, H)`` and the union's row counts ``(B, G)``.
     """
     index = union_rows(picked.union, teams, teams.most_rows(most_teams))
-    part = rows.take(index)
     team = teams.team_of_row.long().gather(2, index.clamp_min(0)).clamp_min(0)
     log_c = picked.log_correction.gather(3, team[:, :, None].expand(-1, -1, picked.log_correction.shape[2], -1))
-    logits = scores(query, part.keys, scale) - log_c.masked_fill((index < 0)[:, :, None], torch.inf)
+    log_c = log_c.masked_fill((index < 0)[:, :, None], torch.inf)
     exact, values = _suffix_logits(query, rows, suffix, scale)
-    out, lse = _combine(torch.cat((logits, exact), -1), part.values, values)
+
+    def piece(numbers: Tensor, less: Tensor, more: bool) -> tuple[Tensor, Tensor]:
+        part = rows.take(numbers)  # gone before the next piece is taken
+        logits = scores(query, part.keys, scale) - less
+        if more:
+            return _combine(torch.cat((logits, exact), -1), part.values, values)
+        return _combine(logits, part.values)
+
+    at_once = max(ROWS_AT_ONCE, -(-index.shape[-1] // 2))
+    halves = zip(index.split(at_once, -1), log_c.split(at_once, -1), strict=True)
+    pieces = [piece(numbers, less, more=first == 0) for first, (numbers, less) in enumerate(halves)]
+    out, lse = _merged(pieces)
     return out, lse, (index >= 0).sum(-1)
 
 

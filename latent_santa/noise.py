@@ -40,9 +40,10 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: Tensor) -> tuple
     weyl = torch.tensor((WEYL_A, WEYL_B), device=key.device).view(2, *ones)
     even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
     for turn in range(10):
-        product = even.flip(0) * factor
-        even = ((product >> 32) ^ odd ^ (k + weyl * turn)) & MASK
-        odd = product & MASK
+        # in place: these are the largest temporaries of a decoding step
+        product = even.flip(0).mul_(factor)
+        even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(k + weyl * turn).bitwise_and_(MASK)
+        odd = product.bitwise_and_(MASK)
     return even[0], odd[0], even[1], odd[1]
 
 
@@ -51,12 +52,12 @@ def uniform(word: Tensor) -> Tensor:
 
     Near 0, where the largest Gumbel draws come from, the word keeps its full float32 precision.
     """
-    return (word.to(torch.float32) * 2.0**-32).clamp(SMALLEST, LARGEST)
+    return word.to(torch.float32).mul_(2.0**-32).clamp_(SMALLEST, LARGEST)
 
 
 def gumbel(word: Tensor) -> Tensor:
     """Standard Gumbel draws, float32: -log(-log(1 - u)), the form that is fine-grained in its upper tail."""
-    return -torch.log(-torch.log1p(-uniform(word)))
+    return uniform(word).neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix(x: int) -> int:
@@ -109,4 +110,5 @@ def gumbel_noise(
     if shared:
         return gumbel(words[0]).expand(*(-1,) * (words[0].dim() - 2), heads, -1)
     word = torch.stack(words, dim=-2).flatten(-3, -2)[..., :heads, :]
+    del words
     return gumbel(word)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from latent_santa import attention
 from latent_santa.attention import Suffix, dense_attention, sampled_attention, union_rows
 from latent_santa.noise import gumbel_noise
 from latent_santa.parents import contiguous_parents
@@ -30,6 +31,7 @@ SUFFIXES = {
     "padded": {"suffix": 3, "hidden": ((0, 0), (0, 1), (2, 1))},
 }
 LENGTHS = (21, 34, 9)
+MERGED = attention._merged
 
 
 def assert_equals_reference(case, output, k, estimator, noise, method="santa++", tolerance=1e-5):
@@ -42,6 +44,21 @@ def assert_equals_reference(case, output, k, estimator, noise, method="santa++",
         np.testing.assert_allclose(found[0], expected.outputs, rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(found[1], expected.lse, rtol=tolerance, atol=tolerance)
     assert output.out.dtype == output.lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_halves_of_the_union_give_what_the_whole_gives(layout, suffix, estimator, monkeypatch):
+    """Half of the room for rows is unused in the shortest sequence: its second half may hold no row at all."""
+    monkeypatch.setattr(attention, "ROWS_AT_ONCE", 1)
+    merged = []
+    monkeypatch.setattr(attention, "_merged", lambda pieces: merged.append(len(pieces)) or MERGED(pieces))
+    for seed in range(2):
+        case = make_case(lengths=LENGTHS, seed=seed, **LAYOUTS[layout], **SUFFIXES[suffix])
+        for k in (2, 5):
+            assert_equals_reference(case, case.run(k, estimator, "independent"), k, estimator, "independent")
+    assert set(merged) == {2}
 
 
 @pytest.mark.parametrize("noise", ["independent", "shared"])
