@@ -34,8 +34,8 @@ real: $(VENV)/.run
 	  $(BIN)/latent-santa compare --model $$model --length 2304 --max-new-tokens 40 --budgets 128,512 --estimator per_head,pooled || exit 1; \
 	done
 
-# accuracy against rows on real checkpoints: make grids MLA=PATH GQA=PATH GRIDS=DIR JOBS=6; needs a CUDA device and its own
-# PyTorch; uses the python that is given. JOBS runs share the device; a second call goes on where the first stopped
+# accuracy against rows on real checkpoints: make grids MLA=PATH GQA=PATH GRIDS=DIR JOBS=3; needs a CUDA device and its own
+# PyTorch; uses the python that is given. JOBS runs share the device (one needs up to 60 GB); a second call goes on where the first stopped
 GRIDS ?= out/grids
 JOBS ?= 1
 GRID ?= $(PYTHON) -m latent_santa.eval ruler --resume --data builtin --tasks mla3 --prompts 20 --methods dense,santa++ \
@@ -47,7 +47,7 @@ grids:
 	  for length in 8192 4096; do \
 	    echo --model $$model --length $$length --estimators per_head,pooled --parents kmeans,contiguous --out $$name-$$length; \
 	  done; \
-	  echo --model $$model --length 8192 --estimators pooled --parents kmeans --teams 16/4,16/2,16/1,32/4,64/4 --out $$name-sweep; \
+	  echo --model $$model --length 8192 --estimators pooled --budgets 128,256,512 --parents kmeans --teams 16/4,16/2,16/1,32/4,64/4 --out $$name-sweep; \
 	done | xargs -P $(JOBS) -L 1 $(GRID)
 
 # needs one CUDA device; uses the python that is given

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ class _Report:
             "mean": mean_label(self.tasks),
             "prompt_tokens": self._lengths(),
             "conditions": rows,
+            "estimators": self._estimators(),
             "warnings": [*self.manifest.get("warnings", []), *self._warnings(rows)],
         }
 
@@ -132,8 +134,7 @@ class _Report:
         scores = _scores(wanted, results, tasks)
         if scores is None:
             return cell
-        seed = self.settings["data_seed"]
-        interval = statistics.mean_interval(scores, seed)
+        interval = statistics.mean_interval(scores, self.settings["data_seed"])
         cell["score"] = _rounded(interval)
         dense = _scores(wanted, self.dense, tasks) if self.dense is not None else None
         if dense is not None:
@@ -141,9 +142,36 @@ class _Report:
             kept = statistics.retained(interval.value, level)
             cell["retained"] = _percent(kept)
             if condition.method != "dense":
-                paired = {task: scores[task] - dense[task] for task in tasks}
-                cell["difference"] = _rounded(statistics.mean_interval(paired, seed))
+                cell["difference"] = self._paired({task: scores[task] - dense[task] for task in tasks})
         return cell
+
+    def _estimators(self) -> dict[str, Any] | None:
+        """Pooled minus per head on matched prompts: at each setting that has both, and over these settings together."""
+        settings, differences = [], []
+        for pooled in self.conditions:
+            twin = replace(pooled, estimator="per_head")
+            if pooled.estimator != "pooled" or twin not in self.results:
+                continue
+            left, right = (_scores(self.prompts, self.results[c], self.tasks) for c in (pooled, twin))
+            if left is None or right is None:
+                continue
+            differences.append({task: left[task] - right[task] for task in self.tasks})
+            access = {c.estimator: pooled_access(list(self.results[c].values()), False)[0] for c in (twin, pooled)}
+            settings.append(
+                {
+                    "name": pooled.name.removesuffix(" pooled"),
+                    "S": pooled.budget,
+                    "access": {estimator: _percent(value) for estimator, value in access.items()},
+                    "difference": self._paired(differences[-1]),
+                }
+            )
+        if not settings:
+            return None
+        mean = {task: np.mean([difference[task] for difference in differences], axis=0) for task in self.tasks}
+        return {"settings": settings, "all": self._paired(mean)}
+
+    def _paired(self, differences: dict[str, np.ndarray]) -> dict[str, float]:
+        return _rounded(statistics.mean_interval(differences, self.settings["data_seed"]))
 
     def _warnings(self, rows: list[dict[str, Any]]) -> list[str]:
         found = []

@@ -123,6 +123,30 @@ def _needed(summary: dict[str, Any]) -> str:
     )
 
 
+def _estimators(summary: dict[str, Any]) -> str:
+    """Pooled against per head, where a run has both at the same settings."""
+    found = summary["estimators"]
+    if found is None:
+        return ""
+    single = summary["n"] == 1
+    lines = [
+        [
+            row["name"],
+            str(row["S"]),
+            *(_number(row["access"][estimator]) for estimator in ("per_head", "pooled")),
+            _with_span(row["difference"], single),
+        ]
+        for row in found["settings"]
+    ]
+    lines.append(["all of these together", "", "", "", _with_span(found["all"], single)])
+    header = ["Setting", "S", "KV per head (%)", "KV pooled (%)", "pooled minus per head"]
+    return (
+        f"\n## Pooled minus per head, {summary['mean']}\n\n"
+        + _markdown_table(header, lines)
+        + "\nPaired on the same prompts. Together: a prompt's differences are averaged over the settings first.\n"
+    )
+
+
 def markdown(summary: dict[str, Any]) -> str:
     """All tables of a run as one Markdown text."""
     paper = has_paper_values(summary)
@@ -131,6 +155,7 @@ def markdown(summary: dict[str, Any]) -> str:
     for column in columns_of(summary):
         body = [cells(row, column, paper, summary["n"] == 1) for row in summary["conditions"]]
         parts.append(f"\n## {title(summary, column)}\n\n{_markdown_table(header, body)}")
+    parts.append(_estimators(summary))
     parts.append(_needed(summary))
     parts.append("\n## Notes\n\n" + "".join(f"- {note}\n" for note in notes(summary)))
     return "".join(parts)

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -92,6 +92,30 @@ def test_missing_and_failed_prompts_leave_no_mean(tmp_path):
     assert any("1 prompts failed (fwe/000001" in text for text in summary["warnings"])
     assert any("2 of 12 prompts have no result" in text for text in summary["warnings"])
     assert "| - |" in tables.markdown(summary) and report.exit_code(summary) == 1
+
+
+def test_estimators_are_compared_on_matched_prompts(tmp_path):
+    lower, upper = PAPER
+    scores = {lower: same([1, 0, 0, 0]), upper: same([1, 1, 0, 0])}
+    scores |= {replace(upper, estimator="pooled"): same([1, 1, 1, 0]), POOLED: same([1, 1, 1, 0])}
+    summary = report.summarise(make_run(tmp_path / "both", scores))
+    both = summary["estimators"]
+    assert [(row["name"], row["S"], row["difference"]["value"]) for row in both["settings"]] == [
+        ("SANTA++ k-means 16/4", 256, 25.0),
+        ("SANTA++ k-means 16/4", 128, 50.0),
+    ]
+    # a prompt's mean difference over the two settings is (0, 1/2, 1, 0); pairs vary less than scores do
+    assert both["all"]["value"] == 37.5 and 0 <= both["all"]["low"] < 37.5 < both["all"]["high"]
+    access = round(100 * (30 + 31 + 32 + 33) / 240, 2)
+    assert both["settings"][0]["access"] == {"per_head": access, "pooled": access}
+    assert "| all of these together |  |  |  | +37.50 [" in tables.markdown(summary)
+
+    scores[POOLED] = same([1, 1, None, 0])
+    assert [row["S"] for row in report.summarise(make_run(tmp_path / "part", scores))["estimators"]["settings"]] == [
+        256
+    ]
+    alone = report.summarise(make_run(tmp_path / "alone", {lower: same([1, 0, 0, 0])}))
+    assert alone["estimators"] is None and "Pooled minus per head" not in tables.markdown(alone)
 
 
 def test_sparse_above_dense_and_never_sparse_are_flagged(tmp_path):
