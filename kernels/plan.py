@@ -123,14 +123,13 @@ def choose(s: Shapes) -> Plan:
     exact = s.split or s.dtype == torch.float32
     sequences = s.batch * s.groups
     coded = s.bits < 16
-    route_heads = min(max(heads, 8), 64 if exact and not coded else 128)
+    route_heads = min(max(heads, 8), 64 if exact or coded else 128)
     route_teams, route_stages = 64, 3 if route_heads > 32 else 4
     route_programs = -(-s.teams // route_teams)
     if coded:
-        route_teams, route_stages = (64, 3 if s.bits == 4 and heads <= 32 else 2) if wide else (128, 3)
-        # about as many as stay resident at once: each codes its queries before it scores
-        resident = (2 if wide else 4) * s.processors
-        route_programs = max(1, resident // (sequences * -(-s.heads // route_heads)))
+        route_stages = 2
+        # as many as stay resident at once: each codes its queries before it scores
+        route_programs = max(1, 3 * s.processors // (sequences * -(-s.heads // route_heads)))
     elif s.dtype == torch.float32:
         route_teams, route_heads = 32, min(route_heads, 32)
     # both lists of the selection are about as long: maxima of blocks, and the scores of the blocks that it looks into
