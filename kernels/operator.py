@@ -33,7 +33,6 @@ from .plan import (
 )
 from .pool import pool_kernel
 from .route import route_kernel
-from .route_coded import route_coded_kernel
 from .select import select_kernel
 from .support import unsupported
 
@@ -171,31 +170,30 @@ class Call:
         """Score the representatives."""
         s, p, held, teams = self.shapes, self.plan, self.held, self.teams
         first, second = teams.routing_keys[0], teams.routing_keys[-1]
-        tiles, blocks = -(-s.teams // p.route_teams), -(-s.heads // p.route_heads)
+        if isinstance(first, QuantisedKeys) and isinstance(second, QuantisedKeys):
+            keys = (first.codes, second.codes)
+            # the 4-bit kernel reads the scales of two groups that share bytes as one word
+            scales = tuple(
+                p.scales.contiguous().view(torch.int32) if p.bits == 4 else p.scales.contiguous()
+                for p in (first, second)
+            )  # type: ignore[assignment]
+            groups = (first.group, second.group)
+        else:
+            keys = scales = (first, second)  # type: ignore[assignment]
+            groups = (1, 1)
         options = self._launch(p.route_warps, p.route_stages)
         # the first launch waits for everything before it, so that scratch of the previous call is free
         options.pop("launch_pdl", None)
-        kernel: Any
-        if isinstance(first, QuantisedKeys) and isinstance(second, QuantisedKeys):
-            kernel, tiles = route_coded_kernel, min(tiles, p.route_programs)
-            scales = [part.scales.contiguous() for part in (first, second)]
-            if s.bits == 4:  # the scales of two groups that share bytes are read as one word
-                scales = [part.view(torch.int32) for part in scales]
-            keys = (first.codes, second.codes, *scales)
-            # a product of bytes has at least 32 dimensions
-            options |= {"BITS": s.bits, "GROUP0": first.group, "GROUP1": second.group}
-            options |= {"DC0": max(first.group, 32), "DC1": max(second.group, 32)}
-        else:
-            assert isinstance(first, Tensor) and isinstance(second, Tensor)
-            kernel, keys = route_kernel, (first, second)
-            pieces = [min(p.route_dims, power(d, 16)) for d in (s.dims[0], s.dims[-1])]
-            options |= {"DC0": pieces[0], "DC1": pieces[1], "SPLIT": s.split, "DTYPE": ELEMENT[s.dtype]}
-        kernel[(tiles, blocks, s.batch * s.groups)](
-            self.query[0], self.query[-1], *keys, teams.sizes, teams.count, self.draw.key, self.draw.step, held.phi,
-            held.noisy, held.tops, held.flags, self.scale, self.draw.layer, *self._query_strides(),
+        pieces = [min(p.route_dims, power(d, 16)) for d in (s.dims[0], s.dims[-1])]
+        grid = (-(-s.teams // p.route_teams), -(-s.heads // p.route_heads), s.batch * s.groups)
+        route_kernel[grid](
+            self.query[0], self.query[-1], *keys, *scales, teams.sizes, teams.count, self.draw.key, self.draw.step,
+            held.phi, held.noisy, held.tops, held.flags, self.scale, self.draw.layer, *self._query_strides(),
             *keys[0].stride()[:3], *keys[1].stride()[:3], s.teams, padded_teams(s.teams), s.groups, s.heads,
-            words(s.heads), D0=s.dims[0], D1=s.dims[-1], T=p.route_teams, HB=p.route_heads, TWO=self.latent,
-            SHARED=self.shared, BLOCK=p.block, STAGES=p.route_stages, PHI=self.pooled, PDL=self.early, **options,
+            words(s.heads), D0=s.dims[0], D1=s.dims[-1], DC0=pieces[0], DC1=pieces[1], T=p.route_teams,
+            HB=p.route_heads, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, BITS=s.bits, GROUP0=groups[0],
+            GROUP1=groups[1], BLOCK=p.block, STAGES=p.route_stages, DTYPE=ELEMENT[s.dtype],
+            PHI=self.pooled, PDL=self.early, **options,
         )  # fmt: skip
 
     def select(self) -> None:

@@ -50,8 +50,7 @@ class Plan:
     """Block sizes of the launches. Any field may be overridden through :class:`Workspace`.
 
     Attributes:
-        route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time (all of
-            them where keys are in codes); ``route_programs`` programs a head block and sequence share the blocks then.
+        route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time.
         block: teams under one stored maximum; ``coarse`` maxima of these are compared with one another, 0 where that is
             impossible.
         attend_rows, attend_heads: rows and heads of an attention tile, in this order if ``attend_tall``; ``shares``
@@ -64,7 +63,6 @@ class Plan:
     route_dims: int = 64
     route_stages: int = 4
     route_warps: int = 4
-    route_programs: int = 1
     block: int = 8
     coarse: int = 0
     select_warps: int = 4
@@ -82,13 +80,7 @@ class Plan:
 
 
 def route_bytes(s: Shapes, p: Plan) -> int:
-    """Shared memory of a routing program, as an upper bound: a piece of keys and of queries a stage and one over.
-
-    In codes, whole keys a stage and the queries once.
-    """
-    if s.bits < 16:
-        dims = sum(power(d, 64) for d in s.dims)
-        return (p.route_stages + 1) * p.route_teams * dims * s.bits // 8 + p.route_heads * dims
+    """Shared memory of a routing program, as an upper bound: a piece of keys and of queries a stage and one over."""
     keys = p.route_teams * p.route_dims * s.dtype.itemsize
     queries = p.route_heads * p.route_dims * (4 if s.split else s.dtype.itemsize)
     return (p.route_stages + 1) * (keys + queries)
@@ -105,7 +97,7 @@ def attend_bytes(s: Shapes, p: Plan) -> int:
 
 def fitted(s: Shapes, p: Plan) -> Plan:
     """The plan with blocks made smaller until they fit in the device's shared memory, or are the smallest."""
-    while route_bytes(s, p) > s.shared_memory and p.route_stages > (2 if s.bits == 16 else 1):
+    while route_bytes(s, p) > s.shared_memory and p.route_stages > 2:
         p = replace(p, route_stages=p.route_stages - 1)
     while route_bytes(s, p) > s.shared_memory and p.route_heads > 16:
         p = replace(p, route_heads=p.route_heads // 2)
@@ -122,15 +114,9 @@ def choose(s: Shapes) -> Plan:
     heads = power(s.heads)
     exact = s.split or s.dtype == torch.float32
     sequences = s.batch * s.groups
-    coded = s.bits < 16
-    route_heads = min(max(heads, 8), 64 if exact or coded else 128)
-    route_teams, route_stages = 64, 3 if route_heads > 32 else 4
-    route_programs = -(-s.teams // route_teams)
-    if coded:
-        route_stages = 2
-        # as many as stay resident at once: each codes its queries before it scores
-        route_programs = max(1, 3 * s.processors // (sequences * -(-s.heads // route_heads)))
-    elif s.dtype == torch.float32:
+    route_heads = min(max(heads, 8), 64 if exact else 128)
+    route_teams = 64 if s.bits == 16 or route_heads > 32 else 128
+    if s.dtype == torch.float32:
         route_teams, route_heads = 32, min(route_heads, 32)
     # both lists of the selection are about as long: maxima of blocks, and the scores of the blocks that it looks into
     block = 8
@@ -156,9 +142,8 @@ def choose(s: Shapes) -> Plan:
     plan = Plan(
         route_teams=route_teams,
         route_heads=route_heads,
-        route_stages=route_stages,
-        route_warps=8 if route_heads > 32 and (coded or not exact) else 4,
-        route_programs=route_programs,
+        route_stages=3 if route_heads > 32 else 4,
+        route_warps=8 if route_heads > 32 and not exact else 4,
         block=block,
         coarse=coarse,
         attend_rows=attend_rows,

@@ -131,16 +131,6 @@ def quantise(keys: Tensor, routing_dtype: str, group: int | None = None, center:
     return QuantisedKeys(codes.contiguous(), scales.contiguous(), bits, group, center)
 
 
-def coded_query(query: Tensor) -> Tensor:
-    """A query part ``(B, G, H, D)`` as it meets keys in codes: 8-bit codes with one scale a head, back in float32.
-
-    Codes times codes are integers, which tensor cores multiply without any conversion of the keys.
-    """
-    query = query.float()
-    largest = query.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-    return (query * (127.0 / largest)).round() * (largest / 127.0)
-
-
 def mean_key(keys: Tensor, real: Tensor | None = None) -> Tensor:
     """The mean of ``keys (B, G, M, D)`` over the ``real (B, G, M)`` teams, all of them by default: ``(B, G, 1, D)``.
 

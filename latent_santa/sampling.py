@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .quantise import QuantisedKeys, coded_query
 from .rows import scores
 from .teams import Teams
 
@@ -33,8 +32,6 @@ class Selection:
 def routing_scores(query: tuple[Tensor, ...], teams: Teams, scale: float) -> Tensor:
     """phi_g = log n_g + scaled query-representative score (Equation 3), ``(B, G, H, M)`` float32; -inf for padding."""
     log_size = teams.sizes.clamp_min(1).log()
-    if isinstance(teams.routing_keys[0], QuantisedKeys):
-        query = tuple(coded_query(part) for part in query)
     phi = scores(query, teams.routing_keys, scale) + log_size[:, :, None]
     return phi.masked_fill((teams.sizes == 0)[:, :, None], -torch.inf)
 
