@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
+import tempfile
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Evaluation:
             spec.check()
         base_config(args, spec)
         config = models.load_config(spec)
+        models.check_supported(spec, config)
         tokenizer = models.load_tokenizer(spec)
         renderer = Renderer(tokenizer, args.answer_prefix, args.chat_template)
         limit = args.context_limit or models.context_limit(config)
@@ -116,7 +118,15 @@ class Evaluation:
             return
         if not self.args.resume:
             raise EvalError(f"{store.directory} holds a run: --resume goes on with it, another --out starts a new one")
-        for note in freeze.check_resume(store, self.settings, self.conditions):
+        try:
+            notes = freeze.check_resume(store, self.settings, self.conditions)
+        except EvalError:
+            if store.has_results:
+                raise
+            # nothing was measured under the settings that are no longer wanted
+            store.thaw()
+            notes = ["the run had no results yet and begins anew, with the settings given now"]
+        for note in notes:
             self.console.print(f"note: {note}", markup=False, highlight=False)
 
     def run(self) -> int:
@@ -129,8 +139,8 @@ class Evaluation:
         if processes.world > 1 and self.args.device_map:
             raise EvalError("--device-map spreads one model over all GPUs; start it as one process, without a launcher")
         if processes.first:
-            self._check_directory(store)
             _check_writable(store.directory)
+            self._check_directory(store)
             store.sweep()
             if store.frozen:
                 freeze.extend(store, self.conditions)
@@ -213,10 +223,19 @@ class Evaluation:
 
 
 def _check_writable(directory: Path) -> None:
-    """Raises EvalError if the directory cannot be made or written to. Makes nothing."""
-    standing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise EvalError(f"--out {directory}: {standing} is not a directory that can be written to; give another --out")
+    """Raises EvalError if the directory cannot be made or written to. Leaves nothing behind."""
+    made: list[Path] = []
+    try:
+        made = [path for path in (directory, *directory.parents) if not path.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise EvalError(f"--out {directory}: cannot be written to ({error.strerror}); give another --out") from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def prefill_bytes(gib: float | None, spec: models.ModelSpec, processes: Processes) -> int:

@@ -18,7 +18,10 @@ from latent_santa.eval.store import Prompt, Store, differences
 
 # what a setting was in runs that were started before there was an option for it
 BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model"}
-PACKAGES = ("latent-santa", "torch", "transformers", "tokenizers", "numpy", "scikit-learn", "bitsandbytes", "datasets")
+PACKAGES = (
+    "latent-santa", "torch", "triton", "transformers", "tokenizers", "numpy", "scikit-learn", "bitsandbytes",
+    "datasets",
+)  # fmt: skip
 
 
 def make_prompts(
@@ -30,7 +33,7 @@ def make_prompts(
     for row in loaded.rows:
         ids = renderer.prompt(row, limit)
         prompts.append(Prompt(row, len(ids), ids_sha256(ids)))
-    return prompts, loaded.origin, loaded.warnings
+    return prompts, loaded.origin | {"most_tokens": max(prompt.n_tokens for prompt in prompts)}, loaded.warnings
 
 
 def environment() -> dict[str, Any]:

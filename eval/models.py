@@ -15,6 +15,7 @@ TINY = "builtin:tiny"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTS = ("none", "int8")
 DEVICES = ("cpu", "cuda", "mps", "xpu")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 # Appendix F keeps these in bfloat16: sampled attention reads the weight of kv_b_proj itself.
 UNQUANTISED = ("kv_b_proj", "lm_head")
@@ -80,8 +81,13 @@ class ModelSpec:
             raise EvalError(f"--revision {self.revision}: the tiny model comes with this package and has no revisions")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise EvalError(f"--device {self.device}: PyTorch sees no GPU here; use --device cpu or auto")
+        for name, present in (("mps", torch.backends.mps.is_available()), ("xpu", torch.xpu.is_available())):
+            if self.device.startswith(name) and not present:
+                raise EvalError(f"--device {self.device}: PyTorch sees no such device here; use --device cpu or auto")
         if self.device_map and self.tiny:
             raise EvalError("--device-map is for large models; the tiny model fits on one device")
+        if self.device_map and self.device_map not in DEVICE_MAPS:
+            raise EvalError(f"--device-map {self.device_map}: supported are {', '.join(DEVICE_MAPS)}")
         path = Path(self.name)
         looks_local = self.name.startswith((".", "/", "~")) or self.name.count("/") != 1
         if not self.tiny and looks_local and not path.expanduser().is_dir():
@@ -154,7 +160,7 @@ def identity(spec: ModelSpec, config: Any) -> dict[str, Any]:
     for path in sorted(directory.iterdir()):
         if path.suffix in (".safetensors", ".bin"):
             files[path.name] = _sampled_hash(path)
-        elif path.name == "config.json":
+        elif path.name in ("config.json", "generation_config.json"):  # the second has ids that end an answer
             files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return {"files": files}
 
@@ -167,6 +173,23 @@ def _sampled_hash(path: Path, piece: int = 1 << 20) -> str:
             file.seek(start)
             digest.update(file.read(piece))
     return digest.hexdigest()
+
+
+def check_supported(spec: ModelSpec, config: Any) -> None:
+    """Raises EvalError for a model that cannot be patched, from its configuration: no weight is loaded or made."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from latent_santa.patches.families import find_adapters
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        find_adapters(model)
+    except NotImplementedError as error:
+        raise EvalError(f"--model {spec.name}: {error}") from error
+    except Exception as error:  # a class without such a head, or a configuration that makes no model
+        raise EvalError(_cannot("a causal language model", spec, error)) from error
 
 
 def context_limit(config: Any) -> int | None:

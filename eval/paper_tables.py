@@ -87,11 +87,13 @@ def same_model(name: str, model: str) -> bool:
 def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: Condition, column: str) -> Value | None:
     """The paper's value of a condition in a column (a task, or "mean" over exactly the table's tasks), if it has one.
 
-    Only for official data, the paper's model and its length. The number of prompts may differ: a smaller run is still
-    the same quantity, with a wider interval.
+    Only for official data, the paper's model, its length, noise and routing keys. The number of prompts may differ: a
+    smaller run is still the same quantity, with a wider interval.
     """
     key = method_key(condition)
-    if key is None or settings.get("data") not in ("hub", "jsonl") or settings.get("routing_dtype", "model") != "model":
+    if key is None or settings.get("data") not in ("hub", "jsonl"):
+        return None
+    if settings.get("routing_dtype", "model") != "model" or settings.get("noise", "independent") != "independent":
         return None
     for table in TABLES:
         if not same_model(settings["model"], table.model) or settings["length"] != table.length:
@@ -102,6 +104,19 @@ def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: Conditio
         if value is not None:
             return value
     return None
+
+
+def of_length(tokens: int, length: int) -> bool:
+    """Whether prompts of at most so many tokens can be meant for a length: tokenizers differ, but not by half."""
+    return 2 * tokens >= length
+
+
+_NAMES = {"kmeans": "SANTA++ k-means", "contiguous": "SANTA++ contiguous", "santa": "SANTA", "dense": "dense"}
+
+
+def _names(keys: set[str]) -> str:
+    """Methods of a table in words."""
+    return ", ".join(sorted(_NAMES.get(key, key.replace("centroid", "centroid B=")) for key in keys)) or "none"
 
 
 HOLDS, MISSED, UNKNOWN = "holds", "does not hold", "unknown"
@@ -134,10 +149,18 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     latent = table.model == DEEPSEEK
     add("model", table.model, get("model"), lambda: same_model(settings["model"], table.model))
     add("data", "RULER", origin.get("data"), lambda: origin["data"] in ("hub", "jsonl"))
-    add("length", str(table.length), get("length"), lambda: settings["length"] == table.length)
+    most = origin.get("most_tokens")
+    add(
+        "length",
+        str(table.length),
+        f"{get('length')}" + (f", longest prompt {most}" if most else ""),
+        lambda: settings["length"] == table.length and of_length(most or table.length, table.length),
+    )
     add("tasks", " ".join(table.tasks), " ".join(get("tasks", ())), lambda: set(table.tasks) <= set(settings["tasks"]))
     add("prompts a task", str(table.n), get("n"), lambda: settings["n"] == table.n)
-    ran = sorted({c.budget for c in conditions if c.budget and method_key(c) not in (None, "dense")})
+    wanted, had = {key for key, _, _ in numbers(table)}, {method_key(condition) for condition in conditions}
+    add("methods", _names(wanted), _names(wanted & had), lambda: wanted <= had)
+    ran = sorted({c.budget for c in conditions if c.budget and method_key(c) in ("kmeans", "contiguous")})
     add(
         "budgets, with P=16, R=4, per head",
         " ".join(map(str, table.budgets)),

@@ -69,6 +69,10 @@ class _Report:
         self.tasks = tuple(self.settings["tasks"])
         self.conditions = [condition_from_dict(data) for data in self.manifest["conditions"]]
         self.results = {condition: store.results(condition.slug) for condition in self.conditions}
+        # official data in a folder of another name than their length
+        self.short = self.manifest["origin"]["data"] in ("hub", "jsonl") and not paper_tables.of_length(
+            max(prompt.n_tokens for prompt in self.prompts), self.settings["length"]
+        )
         self.dense: Results | None = self.results.get(Condition("dense"))
 
     def summary(self) -> dict[str, Any]:
@@ -129,7 +133,7 @@ class _Report:
         value = paper_tables.lookup(
             self.settings | {"data": self.manifest["origin"]["data"]}, self.tasks, condition, column
         )
-        if value is not None:
+        if value is not None and not self.short:
             cell["paper"] = {"access": value.access, "score": value.score, "half": value.half, "table": value.table}
         scores = _scores(wanted, results, tasks)
         if scores is None:
@@ -175,6 +179,12 @@ class _Report:
 
     def _warnings(self, rows: list[dict[str, Any]]) -> list[str]:
         found = []
+        if self.short:
+            most = max(prompt.n_tokens for prompt in self.prompts)
+            found.append(
+                f"the longest prompt has {most} tokens, so these are not prompts of length {self.settings['length']}; "
+                "the paper's values are left out"
+            )
         for condition, row in zip(self.conditions, rows, strict=True):
             name = row["name"] + (f" S={row['S']}" if row["S"] else "")
             missing = row["prompts"] - row["done"] - len(row["failed"])

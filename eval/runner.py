@@ -99,6 +99,7 @@ class Runner:
         running = _Running(Counter(prompt.row.task for prompt in prompts))
         for prompt in own:
             running.add(prompt, done[prompt.row.id])
+        self._judge(condition, running)  # a run that was stopped by the floor stops there again
         failures = 0
         missing = [prompt for prompt in prompts if prompt.row.id not in done]
         for batch, results in self._answers(condition, label, missing):
@@ -107,6 +108,7 @@ class Runner:
             for prompt, result in zip(batch, results, strict=True):
                 if "error" in result:
                     failures += 1
+                    running.failed[prompt.row.task] += 1
                     self._say(f"{label}, {prompt.row.id}: {result['error']}", "red")
                     if failures == FAILURES_AT_FIRST and not running.scores:
                         raise EvalError(
@@ -114,7 +116,12 @@ class Runner:
                         )
                 else:
                     running.add(prompt, result)
-                    self._guard(condition, label, result, running)
+                    if condition.method != "dense" and not result["sparse_calls"]:
+                        raise EvalError(
+                            f"{label}, {result['id']}: no call of this generation was sparse, so it would be dense "
+                            "attention under another name; is the model patched, and does it use its cache?"
+                        )
+                self._judge(condition, running)
                 self.progress.step(running.note(prompt.row.task))
         self.progress.end_stage()
         return failures
@@ -207,24 +214,27 @@ class Runner:
             for prompt, ids, answer, own, totals in zip(batch, prompts, answers, calls, access, strict=True)
         ], None
 
-    def _guard(self, condition: Condition, label: str, result: dict[str, Any], running: _Running) -> None:
+    def _judge(self, condition: Condition, running: _Running) -> None:
+        """Stop where dense attention scores below the floor on the first single needles.
+
+        A task is judged once enough of its prompts have scores, or once its prompts are through.
+        """
         if condition.method != "dense":
-            if not result["sparse_calls"]:
-                raise EvalError(
-                    f"{label}, {result['id']}: no call of this generation was sparse, so it would be dense attention "
-                    "under another name; is the model patched, and does it use its cache?"
-                )
             return
-        task = result["id"].partition("/")[0]
-        scores, outputs = running.scores[task], running.outputs[task]
-        mean = 100 * sum(scores) / len(scores)
-        if task in SINGLE_NEEDLES and len(scores) == min(FLOOR_AFTER, running.expected[task]) and mean < self.floor:
-            shown = "\n".join(f"  {text!r}, expected {wanted!r}" for text, wanted in outputs[:3])
-            raise EvalError(
-                f"dense attention scores {mean:.0f} % on the first {len(scores)} prompts of {task}, below the floor of "
-                f"{self.floor:.0f} %. Something is wrong with model, template or prompts, and sparse scores would mean "
-                f"nothing. Its answers:\n{shown}\nUse --floor 0 to go on regardless."
-            )
+        for task in SINGLE_NEEDLES & running.expected.keys():
+            scores, outputs = running.scores.get(task, []), running.outputs[task]
+            through = len(scores) + running.failed[task] >= running.expected[task]
+            scores = scores[:FLOOR_AFTER]
+            if not scores or (len(scores) < FLOOR_AFTER and not through):
+                continue
+            mean = 100 * sum(scores) / len(scores)
+            if mean < self.floor:
+                shown = "\n".join(f"  {text!r}, expected {wanted!r}" for text, wanted in outputs[:3])
+                raise EvalError(
+                    f"dense attention scores {mean:.0f} % on the first {len(scores)} prompts of {task}, below the "
+                    f"floor of {self.floor:.0f} %. Something is wrong with model, template or prompts, and sparse "
+                    f"scores would mean nothing. Its answers:\n{shown}\nUse --floor 0 to go on regardless."
+                )
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
@@ -240,6 +250,7 @@ class _Running:
 
     def __init__(self, expected: Counter[str]) -> None:
         self.expected = expected
+        self.failed: Counter[str] = Counter()
         self.scores: dict[str, list[float]] = defaultdict(list)
         self.outputs: dict[str, list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
         self.read = self.dense = 0

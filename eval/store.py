@@ -15,6 +15,7 @@ from latent_santa.eval.errors import EvalError
 from latent_santa.eval.rows import Row, row_from_dict, row_to_dict
 
 FORMAT = 1
+MANIFEST_FIELDS = ("key", "prompts_sha256", "settings", "conditions")
 _UNFINISHED = ".unfinished"
 
 
@@ -75,6 +76,16 @@ class Store:
         """Whether prompts and manifest are in place (the manifest is written last)."""
         return self.manifest_path.is_file()
 
+    @property
+    def has_results(self) -> bool:
+        """Whether any result was written, of whichever settings."""
+        return any(path.stat().st_size for path in self.results_directory.glob("*.jsonl"))
+
+    def thaw(self) -> None:
+        """Forget the frozen prompts and settings, so that a run can begin anew."""
+        self._manifest = self._prompts = None
+        self.manifest_path.unlink()
+
     def sweep(self) -> None:
         """Remove files that a killed run was about to put in place."""
         for directory in (self.directory, self.results_directory):
@@ -108,8 +119,11 @@ class Store:
             raise EvalError(f"{self.directory} holds no run: it has no manifest.json") from error
         except json.JSONDecodeError as error:
             raise EvalError(f"{self.manifest_path} is not JSON ({error})") from error
-        if manifest.get("format") != FORMAT:
-            raise EvalError(f"{self.manifest_path} has format {manifest.get('format')!r}; this version reads {FORMAT}")
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            found = manifest.get("format") if isinstance(manifest, dict) else None
+            raise EvalError(f"{self.manifest_path} has format {found!r}; this version reads {FORMAT}")
+        if missing := [name for name in MANIFEST_FIELDS if name not in manifest]:
+            raise EvalError(f"{self.manifest_path} is no manifest of a run: it lacks {', '.join(missing)}")
         self._manifest = manifest
         return manifest
 
@@ -117,7 +131,12 @@ class Store:
         """The frozen prompts in their order, read once. Raises EvalError if the file was changed after freezing."""
         if self._prompts is not None:
             return self._prompts
-        content = self.prompts_path.read_bytes() if self.prompts_path.is_file() else b""
+        if not self.prompts_path.is_file():
+            raise EvalError(
+                f"{self.directory} has no prompts.jsonl, which tables are made from; a copy of a run without it keeps "
+                "the tables that it has"
+            )
+        content = self.prompts_path.read_bytes()
         if hashlib.sha256(content).hexdigest() != self.manifest()["prompts_sha256"]:
             raise EvalError(
                 f"{self.prompts_path} is not the file that was frozen: its hash differs from the manifest's"

@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from latent_santa.eval.paper_tables import MEAN
 
@@ -186,7 +187,7 @@ def output_console() -> Console:
 
 def plain_table(heading: str, header: Sequence[str]) -> Table:
     """An empty table with its first column on the left and the others on the right."""
-    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=Text(heading), title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
     return table

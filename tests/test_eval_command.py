@@ -218,6 +218,8 @@ def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch,
         (["--data-seed", "-1"], "--data-seed must be at least 0, got -1"),
         (["--context-limit", "0"], "--context-limit must be at least 1, got 0"),
         (["--device", "foo"], "--device foo: supported are auto and cpu"),
+        (["--device", "mps"], "--device mps: PyTorch sees no such device here"),
+        (["--device-map", "foo"], "--device-map foo: supported are auto, balanced"),
         (["--methods", "centroid", "--budgets", "8"], "use a larger S or a smaller B"),
         (["--length", "9999"], "exceeds the model's limit of 4096"),
         (["--length", "0"], "at least 1"),
@@ -249,9 +251,62 @@ def test_an_out_that_cannot_be_made_is_refused_before_prompts_are_built(tmp_path
 
     monkeypatch.setattr(freeze, "make_prompts", None)
     (tmp_path / "file").touch()
-    for out in ("file", "file/run"):
+    for out in ("file", "file/run", "n" * 300):
         assert main(["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / out)]) == 2
-        assert "is not a directory that can be written to" in capsys.readouterr().err
+        assert "cannot be written to (" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_model_that_cannot_be_patched_is_refused_before_prompts_are_built(tmp_path, monkeypatch, capsys, dry):
+    from transformers import AutoTokenizer, MistralConfig
+
+    from latent_santa.eval import freeze
+    from tests.eval_support import save_random_model
+
+    directory = save_random_model(tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(directory)
+    MistralConfig(sliding_window=64, num_hidden_layers=1, max_position_embeddings=4096).save_pretrained(directory)
+    monkeypatch.setattr(freeze, "make_prompts", None)
+    assert main(["ruler", "--model", str(directory), *OPTIONS, "--out", str(tmp_path / "out"), *dry]) == 2
+    assert "attends through a sliding window of 64 rows" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_results_begins_anew_with_other_settings(tmp_path, model, finished, capsys):
+    import shutil
+
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "results")
+    words = ["ruler", "--model", model, *OPTIONS, "--out", str(out), "--n", "1"]
+    assert main(words) == 2 and "holds a run" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+    assert "no results yet and begins anew" in capsys.readouterr().err
+    assert json.loads((out / "summary.json").read_text())["n"] == 1
+
+
+def test_end_tokens_are_part_of_the_model(tmp_path, model, capsys):
+    import shutil
+
+    other, out = tmp_path / "other", tmp_path / "run"
+    shutil.copytree(model, other)
+    words = ["ruler", "--model", str(other), *OPTIONS, "--methods", "dense", "--n", "1", "--out", str(out)]
+    assert main(words) == 0
+    settings = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [1, 2]}))
+    assert main([*words, "--resume"]) == 2
+    assert "weights.files.generation_config.json" in capsys.readouterr().err
+
+
+def test_a_model_path_with_brackets_is_no_markup(tmp_path, model, capsys):
+    import shutil
+
+    other = tmp_path / "m[/b]"
+    shutil.copytree(model, other)
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["ruler", "--model", str(other), *OPTIONS, "--methods", "dense", "--n", "1", *out]) == 0
+    assert "m[/b]" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_a_run_with_other_weights_of_equal_size_is_another_run(tmp_path, model):

@@ -23,11 +23,11 @@ POOLED = Condition("santa++", 128, "kmeans", 16, 4, "pooled")
 TASKS = paper_tables.MLA_TASKS
 
 
-def make_run(directory, scores, data="jsonl", model="deepseek-ai/DeepSeek-V2-Lite-Chat", n=4, **settings) -> Store:
+def make_run(directory, scores, data="jsonl", model="deepseek-ai/DeepSeek-V2-Lite-Chat", n=4, tokens=8000, **settings):
     """A run whose results are given: condition -> task -> scores. Reads: 10 routing, 20 rows, 60 dense a prompt."""
     store = Store(directory)
     prompts = [
-        Prompt(make_row(task, i, f"Question {i}?", ["x"], max_new_tokens=4, source=data), 100 + i, "hash")
+        Prompt(make_row(task, i, f"Question {i}?", ["x"], max_new_tokens=4, source=data), tokens + i, "hash")
         for task in TASKS
         for i in range(n)
     ]
@@ -145,7 +145,11 @@ def test_paper_values_stand_beside_the_papers_settings_only(tmp_path):
     assert all(cell["paper"] is None for cell in cells[3].values())
     text = tables.markdown(summary)
     assert "paper: KV (%)" in text and "69.67 ± 5.92" in text
-    for changed in ({"data": "builtin"}, {"model": "Qwen/Qwen2.5-7B-Instruct"}, {"length": 4096}):
+    short = report.summarise(make_run(tmp_path / "short", scores, tokens=600))
+    assert "the longest prompt has 603 tokens" in short["warnings"][1]
+    assert not any(cell["paper"] for row in short["conditions"] for cell in row["cells"].values())
+    others = ({"data": "builtin"}, {"model": "Qwen/Qwen2.5-7B-Instruct"}, {"length": 4096}, {"noise": "shared"})
+    for changed in others:
         other = report.summarise(make_run(tmp_path / str(changed), scores, **changed))
         assert not any(
             cell["paper"]
@@ -189,6 +193,20 @@ def test_conditions_of_a_table_hold_miss_or_are_unknown(tmp_path):
         for check in paper_tables.checks(table, store.manifest() | {"origin": {"data": "builtin"}})
     }
     assert builtin["data"] == paper_tables.MISSED
+
+
+def test_a_table_asks_for_its_methods_and_lengths(tmp_path):
+    conditions = [DENSE, *(Condition("santa", s) for s in (128, 256, 512, 1024))]
+    manifest = make_run(tmp_path, {c: same([1, 1, 1, 1]) for c in conditions}).manifest()
+    table = next(t for t in paper_tables.TABLES if t.number == "15-18")
+    found = {check.what: check for check in paper_tables.checks(table, manifest)}
+    assert found["methods"].run == "dense" and found["methods"].verdict == paper_tables.MISSED
+    budgets = found["budgets, with P=16, R=4, per head"]
+    assert budgets.run == "" and budgets.verdict == paper_tables.MISSED
+    assert found["length"].verdict == paper_tables.HOLDS
+    short = manifest | {"origin": manifest["origin"] | {"most_tokens": 640}}
+    length = next(check for check in paper_tables.checks(table, short) if check.what == "length")
+    assert length.run == "8192, longest prompt 640" and length.verdict == paper_tables.MISSED
 
 
 def test_files_are_rebuilt_the_same(tmp_path):

@@ -135,6 +135,28 @@ def test_dense_below_the_floor_stops_with_three_answers(tmp_path, model):
     assert make_runner(tmp_path / "fwe", model, FakeHandle(), tasks=("fwe",), floor=50.0).run((DENSE,)) == 0
 
 
+def test_the_floor_stops_a_resumed_run_again(tmp_path, model):
+    for _ in range(2):
+        with pytest.raises(EvalError, match="scores 0 % on the first 5 prompts of single"):
+            make_runner(tmp_path, model, FakeHandle(), n=5, floor=50.0).run((DENSE, SPARSE))
+    assert len(Store(tmp_path).results("dense")) == 5 and not Store(tmp_path).results(SPARSE.slug)
+    assert make_runner(tmp_path, model, FakeHandle(), n=5).run((DENSE, SPARSE)) == 0
+
+
+def test_a_failed_prompt_does_not_hide_a_score_below_the_floor(tmp_path, model, monkeypatch):
+    generate, calls = generation.generate, []
+
+    def first_fails(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("out of memory")
+        return generate(*args)
+
+    monkeypatch.setattr(generation, "generate", first_fails)
+    with pytest.raises(EvalError, match="scores 0 % on the first 2 prompts of single"):
+        make_runner(tmp_path, model, FakeHandle(), n=3, floor=50.0).run((DENSE, SPARSE))
+
+
 def test_a_sparse_method_without_sparse_calls_stops(tmp_path, model):
     with pytest.raises(EvalError, match=r"S=32, single/000000: no call of this generation was sparse"):
         make_runner(tmp_path, model, FakeHandle(sparse_a_prompt=0)).run((DENSE, SPARSE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,6 +160,36 @@ def test_what_is_wrong_with_files_is_said(tmp_path):
     path.write_text('{"input": "x", "outputs": ["y"]}\n{"input": \n')
     with pytest.raises(EvalError, match="line 2: not JSON"):
         load(f"jsonl:{tmp_path / 'a'}", tasks=("qa_1",), n=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changed", "said"),
+    [
+        (new_shape, {"outputs": []}, "references must be non-empty texts"),
+        (new_shape, {"outputs": [""]}, "references must be non-empty texts"),
+        (new_shape, {"outputs": None}, "answers must be a text or a list of texts, got None"),
+        (new_shape, {"outputs": 1000}, "answers must be a text or a list of texts, got 1000"),
+        (new_shape, {"input": ""}, "the input is empty"),
+        (split_shape, {"max_new_tokens": "many"}, "max_new_tokens must be a number of tokens, got 'many'"),
+        (split_shape, {"max_new_tokens": -3}, "max_new_tokens must be at least 1, got -3"),
+    ],
+)
+def test_a_record_that_makes_no_row_is_named(tmp_path, shape, changed, said):
+    write(tmp_path, "qa_1", lambda i, task: shape(i, task) | changed, 1)
+    with pytest.raises(EvalError, match=f"jsonl: record 0.*{re.escape(said)}"):
+        load(f"jsonl:{tmp_path}", tasks=("qa_1",), n=1)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "qa_1").mkdir()
+    path = tmp_path / "qa_1" / "validation.jsonl"
+    path.write_bytes('{"input": "é"}'.encode("latin-1"))
+    with pytest.raises(EvalError, match=f"{path} is not UTF-8"):
+        load(f"jsonl:{tmp_path}", tasks=("qa_1",), n=1)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(EvalError, match="no validation.jsonl for qa_1"):
+        load(f"jsonl:{tmp_path}", tasks=("qa_1",), n=1)
 
 
 def test_a_template_in_the_data_is_noticed(tmp_path):

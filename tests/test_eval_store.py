@@ -58,6 +58,18 @@ def test_changed_prompts_are_noticed(store):
     store.prompts_path.write_text(text.replace("Question 2", "Question 3"))
     with pytest.raises(EvalError, match="hash differs"):
         Store(store.directory).prompts()
+    store.prompts_path.unlink()
+    with pytest.raises(EvalError, match="has no prompts.jsonl"):
+        Store(store.directory).prompts()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("[]", "has format None"), ('{"format": 1}', "it lacks key, prompts_sha256")]
+)
+def test_another_file_of_the_manifests_name_is_refused(tmp_path, text, said):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(EvalError, match=said):
+        Store(tmp_path).manifest()
 
 
 def test_key_follows_settings_and_prompts(tmp_path, store):

@@ -20,7 +20,7 @@ def find(directory: Path, task: str, length: int) -> Path:
     if not directory.is_dir():
         raise EvalError(f"--data jsonl:{directory}: no such directory")
     for pattern in (f"{length}/{task}", f"{length}/data/{task}", f"**/{length}/data/{task}", task, f"data/{task}"):
-        found = sorted(directory.glob(f"{pattern}/{FILE}"))
+        found = sorted(path for path in directory.glob(f"{pattern}/{FILE}") if path.is_file())
         if len(found) > 1:
             listed = ", ".join(str(path) for path in found)
             raise EvalError(
@@ -37,8 +37,12 @@ def find(directory: Path, task: str, length: int) -> Path:
 def read(path: Path) -> tuple[list[dict[str, Any]], str]:
     """All records of a file and its SHA-256. Raises EvalError naming a line that is not a JSON object."""
     content = path.read_bytes()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise EvalError(f"{path} is not UTF-8: {error}") from error
     records = []
-    for number, line in enumerate(content.decode("utf-8").split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -21,7 +21,7 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
 
     New RULER files have `input`, `outputs` and `answer_prefix`; older ones lack the prefix, which is then the tail of
     `input` and stays there. kvpress has `context`, `question`, `answer_prefix`, `answer` and `max_new_tokens`.
-    Raises EvalError for other fields.
+    Raises EvalError for other fields, and for values that make no row.
     """
     warnings = []
     cap = OFFICIAL[task].max_new_tokens
@@ -31,7 +31,7 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
             references = _texts(record["answer"])
             # The split took the space between question and prefix away from the prefix.
             prefix = " " + str(record["answer_prefix"]).strip()
-            cap = int(record.get("max_new_tokens") or cap)
+            cap = _cap(record.get("max_new_tokens") or cap)
             if cap != OFFICIAL[task].max_new_tokens:
                 warnings.append(
                     f"{task}: the data cap answers at {cap} tokens, RULER at {OFFICIAL[task].max_new_tokens}"
@@ -44,6 +44,8 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
                     f"{task}: rows without an answer_prefix field (files before 2025): their prefix is the tail of "
                     "the input and stays in the user's turn, whatever --answer-prefix says"
                 )
+    except (TypeError, ValueError) as error:
+        raise EvalError(f"{source}: record {number} of {task}: {error}") from error
     except KeyError as error:
         raise EvalError(
             f"{source}: record {number} of {task} lacks the field {error.args[0]!r}; it has "
@@ -56,18 +58,30 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
             f"{task}: the input holds {mark!r}, so the data were made with a chat template in them; they should be "
             "made with the base template, or be run with --no-chat-template"
         )
-    row = make_row(
-        task,
-        number,
-        text,
-        references,
-        answer_prefix=prefix.rstrip(),
-        metric=OFFICIAL[task].metric,
-        max_new_tokens=cap,
-        source=source,
-    )
+    try:
+        row = make_row(
+            task,
+            number,
+            text,
+            references,
+            answer_prefix=prefix.rstrip(),
+            metric=OFFICIAL[task].metric,
+            max_new_tokens=cap,
+            source=source,
+        )
+    except ValueError as error:
+        raise EvalError(f"{source}: record {number}: {error}") from error
     return row, warnings
 
 
 def _texts(value: Any) -> list[str]:
+    if not isinstance(value, (str, list)):
+        raise ValueError(f"answers must be a text or a list of texts, got {value!r}")
     return [value] if isinstance(value, str) else [str(item) for item in value]
+
+
+def _cap(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"max_new_tokens must be a number of tokens, got {value!r}") from None
