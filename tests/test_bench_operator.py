@@ -116,6 +116,9 @@ def test_measuring_and_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     text = report.markdown(FACTS, records)
     assert "| GQA 4/2/32, b1, 64 rows (synthetic) | sampled per head K=2 | 21.0 |" in text
     assert "0.52 [" in text and "- FA3: ImportError: none" in text and "## launched from a stream" not in text
+    assert "Checked against the PyTorch operator with the same noise: 4 of 4 settings" in text and "**" not in text
+    first["sampled"][1]["error"] = 0.3
+    assert "- GQA 4/2/32, b1, 64 rows (synthetic), pooled K=2 routing int8: 3.0e-01" in report.markdown(FACTS, records)
     picture = report.plot(records)
     assert picture is not None and picture.startswith(b"\x89PNG")
     assert report.plot(records[:1]) is None

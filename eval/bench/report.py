@@ -38,10 +38,36 @@ def markdown(facts: dict[str, Any], records: list[dict[str, Any]]) -> str:
         rows = [row for record in records for row in _rows(record, mode)]
         if rows:
             lines += ["", f"## {title}", "", _line(HEADER), _line(["---"] * len(HEADER)), *map(_line, rows)]
+    lines += ["", *_agreement(records)]
     missing = {f"- {name}: {why}" for record in records for name, why in record["missing"].items()}
     if missing:
         lines += ["", "Dense methods that did not run:", "", *sorted(missing)]
     return "\n".join(lines) + "\n"
+
+
+# rounding of 16-bit rows stays far below; a head that selected other teams than its twin is far above
+MOST_ERROR = 0.01
+
+
+def _agreement(records: list[dict[str, Any]]) -> list[str]:
+    """What the checks before timing said: a setting's worst head against the PyTorch operator with the same noise."""
+    checked = [
+        (entry["error"], f"{workload_name(record['workload'])}, {entry['name']}")
+        for record in records
+        for entry in record["sampled"]
+        if entry["error"] is not None
+    ]
+    total = sum(len(record["sampled"]) for record in records)
+    if not checked:
+        return ["No output was checked against the PyTorch operator: the workloads are too large."]
+    lines = [
+        f"Checked against the PyTorch operator with the same noise: {len(checked)} of {total} settings, the largest "
+        f"relative error of a head is {max(checked)[0]:.1e}."
+    ]
+    apart = [f"- {name}: {error:.1e}" for error, name in checked if not error <= MOST_ERROR]
+    if apart:
+        lines += ["", f"**These differ by more than {MOST_ERROR}, so their times are of something else:**", "", *apart]
+    return lines
 
 
 def _line(texts: Any) -> str:
@@ -87,33 +113,61 @@ def plot(records: list[dict[str, Any]], mode: str = "graph") -> bytes | None:
     panels = {key: sorted(held, key=_context) for key, held in panels.items() if len({_context(r) for r in held}) > 1}
     if not panels:
         return None
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
-    for axis, ((layout, heads, batch), held) in zip(axes[0], sorted(panels.items()), strict=True):
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for record in held:
-            for name, timed in record["dense"].items():
-                if mode in timed:
-                    lines.setdefault(name, []).append((_context(record), timed[mode]["us"]))
-            for entry in record["sampled"]:
-                if mode in entry:
-                    lines.setdefault(f"sampled {entry['name']}", []).append((_context(record), entry[mode]["us"]))
-        for name, points in lines.items():
-            style = "-" if name.startswith("sampled") else "--"
-            axis.plot(*zip(*points, strict=True), style, marker="o", label=name)
+    figure = Figure(figsize=(4 * len(panels) + 2.6, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    drawn: dict[str, Any] = {}  # one line of every name, and its look in all panels
+    for axis, ((layout, heads, batch), held) in zip(axes, sorted(panels.items()), strict=True):
+        for name, points in _lines(held, mode).items():
+            color, style = _look(name, list(drawn))
+            color = drawn[name].get_color() if name in drawn else color
+            (line,) = axis.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=4)
+            drawn.setdefault(name, line)
         axis.set(title=f"{layout.upper()}, {heads} heads, batch {batch}", xlabel="cached rows", ylabel="microseconds")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.legend(fontsize=7)
-    figure.tight_layout()
+        contexts = sorted({_context(record) for record in held})
+        axis.set_xticks(
+            contexts, [f"{context >> 10}K" if context % 1024 == 0 else str(context) for context in contexts]
+        )
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.grid(alpha=0.3)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right upper", fontsize=8)
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=120)
-    pyplot.close(figure)
+    figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
+
+
+_GREYS = ("black", "dimgray", "darkgray", "silver", "rosybrown")
+_STYLES = {"": "-", "int8": "-.", "int4": ":"}
+
+
+def _look(name: str, before: list[str]) -> tuple[str, str]:
+    """Color and style of a name behind others: greys for dense methods, a color for all routing dtypes of a setting."""
+    setting, _, routing = name.partition(" routing ")
+    if not name.startswith("sampled"):
+        return _GREYS[sum(not other.startswith("sampled") for other in before) % len(_GREYS)], "--"
+    settings = dict.fromkeys(other.partition(" routing ")[0] for other in before if other.startswith("sampled"))
+    return f"C{list(settings | {setting: None}).index(setting) % 10}", _STYLES[routing]
+
+
+def _lines(held: list[dict[str, Any]], mode: str) -> dict[str, list[tuple[int, float]]]:
+    """Times in microseconds of every method, by context."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for record in held:
+        for name, timed in record["dense"].items():
+            if mode in timed:
+                lines.setdefault(name, []).append((_context(record), timed[mode]["us"]))
+        for entry in record["sampled"]:
+            if mode in entry:
+                lines.setdefault(f"sampled {entry['name']}", []).append((_context(record), entry[mode]["us"]))
+    return lines
 
 
 def _context(record: dict[str, Any]) -> int:
