@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from latent_santa.eval.render import Renderer
 from latent_santa.eval.runner import Runner
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
-from latent_santa.eval.store import Prompt, Store
+from latent_santa.eval.store import Prompt, Store, check_writable
 
 CPU_PREFILL_BYTES = 2 << 30
 
@@ -139,7 +137,7 @@ class Evaluation:
         if processes.world > 1 and self.args.device_map:
             raise EvalError("--device-map spreads one model over all GPUs; start it as one process, without a launcher")
         if processes.first:
-            _check_writable(store.directory)
+            check_writable(store.directory)
             self._check_directory(store)
             store.sweep()
             if store.frozen:
@@ -220,22 +218,6 @@ class Evaluation:
                 self.args.batch_size,
             )
             runner.run(self.conditions)
-
-
-def _check_writable(directory: Path) -> None:
-    """Raises EvalError if the directory cannot be made or written to. Leaves nothing behind."""
-    made: list[Path] = []
-    try:
-        made = [path for path in (directory, *directory.parents) if not path.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise EvalError(f"--out {directory}: cannot be written to ({error.strerror}); give another --out") from error
-    finally:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
 
 
 def prefill_bytes(gib: float | None, spec: models.ModelSpec, processes: Processes) -> int:

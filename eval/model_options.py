@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.models import DTYPES, QUANTS, ModelSpec
@@ -54,6 +55,20 @@ def at_least(args: argparse.Namespace, **least: int) -> None:
         given = getattr(args, name)
         if given is not None and given < limit:
             raise EvalError(f"--{name.replace('_', '-')} must be at least {limit}, got {given}")
+
+
+def prompt_text(path: Path) -> str:
+    """The text of a --prompt-file.
+
+    Raises:
+        EvalError: it cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EvalError(f"--prompt-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise EvalError(f"--prompt-file {path} is not UTF-8 text: {error}") from error
 
 
 def integers(option: str, text: str) -> list[int]:

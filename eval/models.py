@@ -64,8 +64,6 @@ class ModelSpec:
 
     def check(self) -> None:
         """Raises EvalError for options that cannot go together, before anything is loaded."""
-        import torch
-
         if self.quant == "int8":
             if self.tiny:
                 raise EvalError("--quant int8 is for large models; the tiny model runs with --quant none")
@@ -73,17 +71,9 @@ class ModelSpec:
                 import bitsandbytes  # noqa: F401
             except ImportError as error:
                 raise EvalError("--quant int8 needs bitsandbytes: pip install 'latent-santa[quant]'") from error
-        if self.device != "auto" and self.device.partition(":")[0] not in DEVICES:
-            raise EvalError(
-                f"--device {self.device}: supported are auto and {', '.join(DEVICES)} (with a number: cuda:1)"
-            )
+        check_device(self.device)
         if self.tiny and self.revision:
             raise EvalError(f"--revision {self.revision}: the tiny model comes with this package and has no revisions")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise EvalError(f"--device {self.device}: PyTorch sees no GPU here; use --device cpu or auto")
-        for name, present in (("mps", torch.backends.mps.is_available()), ("xpu", torch.xpu.is_available())):
-            if self.device.startswith(name) and not present:
-                raise EvalError(f"--device {self.device}: PyTorch sees no such device here; use --device cpu or auto")
         if self.device_map and self.tiny:
             raise EvalError("--device-map is for large models; the tiny model fits on one device")
         if self.device_map and self.device_map not in DEVICE_MAPS:
@@ -108,6 +98,19 @@ class ModelSpec:
             keywords["local_files_only"] = True
         path = Path(self.name).expanduser()
         return str(path) if path.is_dir() else self.name, keywords
+
+
+def check_device(device: str) -> None:
+    """Raises EvalError for a --device of another kind, or one that PyTorch does not see."""
+    import torch
+
+    kind = device.partition(":")[0]
+    if kind not in ("auto", *DEVICES):
+        raise EvalError(f"--device {device}: supported are auto and {', '.join(DEVICES)} (with a number: cuda:1)")
+    there = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}.get(kind)
+    if there is not None and not there.is_available():
+        what = "GPU" if kind == "cuda" else "such device"
+        raise EvalError(f"--device {device}: PyTorch sees no {what} here; use --device cpu or auto")
 
 
 @dataclass

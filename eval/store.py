@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,22 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def check_writable(directory: Path) -> None:
+    """Raises EvalError if an --out directory cannot be made or written to. Leaves nothing behind."""
+    made: list[Path] = []
+    try:
+        made = [path for path in (directory, *directory.parents) if not path.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise EvalError(f"--out {directory}: cannot be written to ({error.strerror}); give another --out") from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
 
 
 @dataclass(frozen=True)

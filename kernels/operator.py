@@ -16,6 +16,8 @@ from latent_santa.teams import Teams
 
 from .attend import attend_kernel
 from .combine import combine_kernel
+from .draws import INTERPRETED
+from .interpreter import let_loops_count
 from .plan import (
     Buffers,
     Plan,
@@ -36,6 +38,8 @@ from .route import route_kernel
 from .select import select_kernel
 from .support import unsupported
 
+if INTERPRETED.value:
+    let_loops_count()
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -121,6 +125,9 @@ class Call:
         workspace: Workspace,
     ) -> None:
         self.query = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in query)
+        if suffix.index.stride(0) != 1 or (suffix.visible is not None and suffix.visible.stride(1) != 1):
+            visible = None if suffix.visible is None else suffix.visible.contiguous()
+            suffix = Suffix(suffix.index.contiguous(), visible)
         self.rows, self.teams, self.suffix, self.draw = rows, teams, suffix, draw
         self.scale, self.k = scale, teams_per_head
         self.pooled, self.shared = estimator == "pooled", noise == "shared"

@@ -34,10 +34,12 @@ def recording(layer: int, found: list[Workload], source: str) -> Iterator[None]:
         attention.triton_attention = original
 
 
-def capture(model: Any, ids: list[int], layer: int, steps: int, source: str, **settings: Any) -> Workload:
+def capture(model: Any, ids: list[int], layer: int | None, steps: int, source: str, **settings: Any) -> Workload:
     """Prefill ``ids``, decode ``steps`` tokens and keep the last step's arguments of one layer.
 
     Args:
+        layer: None for the middle one.
+        source: what the workload is from; the layer is added.
         settings: fields of :class:`SantaConfig`.
 
     Raises:
@@ -45,10 +47,11 @@ def capture(model: Any, ids: list[int], layer: int, steps: int, source: str, **s
     """
     found: list[Workload] = []
     with latent_santa.patch(model, **settings) as santa:
+        layer = santa.layers // 2 if layer is None else layer
         if not 0 <= layer < santa.layers:
             raise EvalError(f"--layer {layer}: the model has layers 0 to {santa.layers - 1}")
         prompt = torch.tensor([ids], device=model.device)
-        with recording(layer, found, source), torch.inference_mode():
+        with recording(layer, found, f"{source} layer {layer}"), torch.inference_mode():
             model.generate(prompt, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
     if not found:
         raise EvalError(f"layer {layer} decoded densely: the prompt of {len(ids)} tokens was too short for sampling")

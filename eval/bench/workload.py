@@ -180,18 +180,21 @@ def load(path: Path, device: str) -> Workload:
     Raises:
         EvalError: the file is missing or holds something else.
     """
+    if not path.exists():
+        raise EvalError(f"no workload file {path}: `latent-santa bench capture` writes one")
     try:
         held = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError as error:
-        raise EvalError(f"no workload file {path}: `latent-santa bench capture` writes one") from error
-    if not isinstance(held, dict) or held.get("format") != FORMAT:
-        raise EvalError(f"{path} is no workload of format {FORMAT}: write it again with `latent-santa bench capture`")
-    keys = tuple(held["keys"])
-    rows = Rows(keys, keys[0] if held["values"] is None else held["values"])
-    records: dict[str, Any] = held["teams"]
-    teams = Teams(**records)
-    key, step, layer = held["draw"]
-    return Workload(
-        held["layout"], tuple(held["query"]), rows, teams, Suffix(*held["suffix"]), Draw(key, step, layer),
-        held["scale"], held["source"],
-    )  # fmt: skip
+        if held["format"] != FORMAT:
+            raise ValueError(f"format {held['format']!r}")
+        keys = tuple(held["keys"])
+        rows = Rows(keys, keys[0] if held["values"] is None else held["values"])
+        key, step, layer = held["draw"]
+        return Workload(
+            held["layout"], tuple(held["query"]), rows, Teams(**held["teams"]), Suffix(*held["suffix"]),
+            Draw(key, step, layer), held["scale"], held["source"],
+        )  # fmt: skip
+    except Exception as error:  # unpickling has no common base for what is wrong with a file
+        raise EvalError(
+            f"{path} is no workload of format {FORMAT} ({type(error).__name__}): write it again with `latent-santa "
+            "bench capture`"
+        ) from error

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.model_options import add_model_options, at_least, model_spec
+from latent_santa.eval.model_options import add_model_options, at_least, model_spec, prompt_text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     add_model_options(parser, default="builtin:tiny")
     parser.add_argument("--prompt-file", type=Path, help="text to prefill; without it, lines of numbered filler")
     parser.add_argument("--length", type=int, default=2048, help="prompt tokens; a longer text is cut")
-    parser.add_argument("--layer", type=int, default=0, help="layer to save")
+    parser.add_argument("--layer", type=int, help="layer to save; the middle one if not given")
     parser.add_argument("--steps", type=int, default=2, help="tokens to decode first")
     parser.add_argument("--parents", default="kmeans", choices=("kmeans", "contiguous"))
     parser.add_argument("--budget", type=int, default=128, help="S while decoding; the file can be timed at any K")
@@ -35,23 +35,28 @@ def run(args: argparse.Namespace) -> int:
     """Capture and save."""
     from latent_santa.eval.bench.capture import capture
     from latent_santa.eval.bench.workload import save
+    from latent_santa.eval.conditions import checked_config
     from latent_santa.eval.errors import EvalError
     from latent_santa.eval.models import load, load_tokenizer
+    from latent_santa.eval.store import check_writable
 
     at_least(args, length=2, steps=1, layer=0)
     spec = model_spec(args)
+    checked_config(spec.resolved_device(), parents=args.parents, budget=args.budget)
+    check_writable(args.out.parent)
+    if args.out.is_dir():
+        raise EvalError(f"--out {args.out} is a directory: give a file to write")
     tokenizer = load_tokenizer(spec)
-    text = args.prompt_file.read_text() if args.prompt_file else _filler(args.length)
-    ids = tokenizer(text)["input_ids"][: args.length]
+    text = prompt_text(args.prompt_file) if args.prompt_file else _filler(args.length)
+    ids = tokenizer(text, truncation=True, max_length=args.length)["input_ids"]
     if len(ids) < args.length:
         raise EvalError(f"the prompt has {len(ids)} tokens: --length {args.length} needs a longer text")
     model = load(spec, tokenizer).model
-    source = f"{spec.name} layer {args.layer}"
     workload = capture(
-        model, ids, args.layer, args.steps, source, parents=args.parents, budget=args.budget, backend="torch"
+        model, ids, args.layer, args.steps, spec.name, parents=args.parents, budget=args.budget, backend="torch"
     )
     save(workload, args.out)
-    print(f"{args.out}: {source}, {workload.context} rows, {int(workload.teams.count.sum())} teams")
+    print(f"{args.out}: {workload.source}, {workload.context} rows, {int(workload.teams.count.sum())} teams")
     return 0
 
 

@@ -53,11 +53,16 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from latent_santa.eval.decode_bench import SHAPES, measure, random_model
+    from latent_santa.eval.models import check_device
+    from latent_santa.eval.store import check_writable
 
+    check_device(args.device)
     device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     jobs = _settings(args, device)
     batches, contexts = integers("--batch", args.batch), integers("--context", args.context)
     at_least(args, steps=1, repeats=1, layers=1)
+    if args.out:
+        check_writable(args.out)
     if args.layers:
         SHAPES[args.shape]["num_hidden_layers"] = args.layers
     facts = _facts(args, device)
@@ -79,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     """Every combination of parents, estimator and backend, checked."""
     from latent_santa.eval.conditions import checked_config
+    from latent_santa.eval.errors import EvalError
 
     settings = [
         {"parents": parents, "estimator": estimator, "backend": backend, "budget": args.budget}
@@ -88,12 +94,17 @@ def _settings(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     ]
     for setting in settings:
         checked_config(device, **setting)
+    if device == "cpu" and args.dtype == "bfloat16" and any(setting["backend"] == "triton" for setting in settings):
+        raise EvalError(
+            "--backend triton --dtype bfloat16: Triton's interpreter gets bfloat16 products wrong; use float32"
+        )
     return settings
 
 
 def _facts(args: argparse.Namespace, device: str) -> dict[str, Any]:
     import datetime
     import platform
+    from importlib import metadata
 
     import torch
     import transformers
@@ -102,6 +113,7 @@ def _facts(args: argparse.Namespace, device: str) -> dict[str, Any]:
     return {
         "device": name,
         "torch": torch.__version__,
+        "triton": metadata.version("triton") if "triton" in args.backend.split(",") else None,
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),
         "weights": "random",

@@ -54,11 +54,19 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write it after every workload."""
+    from latent_santa.eval.bench.workload import load
     from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.model_options import at_least
+    from latent_santa.eval.store import check_writable
 
     settings = _settings(args)
     modes = tuple(_choices("--modes", args.modes, ("graph", "stream")))
     sizes = _sizes(args)
+    at_least(args, rounds=1, observations=1, warmup=0, evict=0, seed=0)
+    if args.out:
+        check_writable(args.out)
+    if args.workload:
+        load(args.workload, "cpu")  # what is wrong with the file is said before anything is timed
     import torch
 
     from latent_santa.kernels import unavailable
@@ -66,7 +74,10 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda")
     reason = "there is no CUDA device" if not torch.cuda.is_available() else unavailable(device)
     if reason is not None:
-        raise EvalError(f"bench operator times CUDA kernels, and {reason}")
+        raise EvalError(
+            f"bench operator times CUDA kernels, and {reason}: run it on a machine with an NVIDIA GPU; `latent-santa "
+            "bench decode --device cpu` times whole models in PyTorch anywhere"
+        )
     from latent_santa.eval.bench import report
     from latent_santa.eval.bench.clock import DeviceClock
     from latent_santa.eval.bench.measure import measure
@@ -104,18 +115,25 @@ def _settings(args: argparse.Namespace) -> list[Any]:
     from latent_santa.eval.bench.measure import Setting
     from latent_santa.eval.errors import EvalError
     from latent_santa.eval.model_options import integers
+    from latent_santa.kernels.support import MOST_TEAMS_PER_HEAD
 
     settings = []
     for estimator in _choices("--estimator", args.estimator, ("per_head", "pooled")):
         for routing in _choices("--routing-dtype", args.routing_dtype, ("model", "int8", "int4")):
-            own = args.pooled_budget if estimator == "pooled" and args.pooled_budget else args.budget
-            for budget in integers("--budget", own):
+            other = estimator == "pooled" and args.pooled_budget is not None
+            option, own = ("--pooled-budget", args.pooled_budget) if other else ("--budget", args.budget)
+            for budget in integers(option, own):
                 try:
                     config = SantaConfig(
                         budget=budget, parent_size=args.parent_size, representatives=args.representatives
                     )
                 except ValueError as error:
                     raise EvalError(str(error)) from error
+                if config.teams_per_head > MOST_TEAMS_PER_HEAD:
+                    raise EvalError(
+                        f"{option} {budget} samples {config.teams_per_head} teams a head: the kernels sample at most "
+                        f"{MOST_TEAMS_PER_HEAD}"
+                    )
                 settings.append(Setting(config.teams_per_head, estimator, args.noise, routing))
     return settings
 
@@ -125,7 +143,11 @@ def _sizes(args: argparse.Namespace) -> list[tuple[str, int, int, int, int]]:
     from latent_santa.eval.bench.goals import GOALS
     from latent_santa.eval.errors import EvalError
     from latent_santa.eval.model_options import integers
+    from latent_santa.kernels.support import MOST_KEY_DIMS
+    from latent_santa.quantise import scale_group
 
+    if args.workload and args.goals:
+        raise EvalError("--workload times one file and --goals a list of sizes: give one of them")
     if args.workload:
         return [("", 0, 0, 0, 0)]
     if args.goals:
@@ -133,6 +155,14 @@ def _sizes(args: argparse.Namespace) -> list[tuple[str, int, int, int, int]]:
     groups = 1 if args.layout == "mla" else args.groups
     if groups < 1 or args.heads < 1 or args.heads % groups:
         raise EvalError(f"--heads {args.heads} must be a positive multiple of --groups {groups}")
+    if args.layout == "gqa":
+        if not 1 <= args.head_dim <= MOST_KEY_DIMS:
+            raise EvalError(f"--head-dim {args.head_dim}: the kernels take 1 to {MOST_KEY_DIMS} dimensions")
+        for routing in set(args.routing_dtype.split(",")) - {"model"}:
+            try:
+                scale_group(args.head_dim, routing)
+            except ValueError as error:
+                raise EvalError(f"--head-dim {args.head_dim}: {error}") from error
     contexts, batches = integers("--context", args.context), integers("--batch", args.batch)
     return [(args.layout, args.heads, groups, context, batch) for batch in batches for context in contexts]
 

@@ -127,17 +127,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompt(args: argparse.Namespace, spec: Any, tokenizer: Any) -> tuple[list[int], tuple[str, ...]]:
     """Token ids, and the answers that are looked for (none for a prompt of the user's own)."""
-    from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.model_options import prompt_text
     from latent_santa.eval.render import Renderer
     from latent_santa.eval.sources import Request, load_rows
 
     renderer = Renderer(tokenizer, chat=not args.no_chat_template)
     if args.prompt_file is not None:
-        try:
-            text = args.prompt_file.read_text()
-        except OSError as error:
-            raise EvalError(f"--prompt-file {args.prompt_file}: {error.strerror}") from error
-        return renderer.encode(text, ""), ()
+        return renderer.encode(prompt_text(args.prompt_file), ""), ()
     request = Request("builtin", (PLANTED[spec.tiny],), args.prompt_number + 1, args.length)
     row = load_rows(request, renderer, spec.tiny).rows[-1]
     return renderer.encode(row.input, row.answer_prefix), row.references

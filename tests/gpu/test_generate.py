@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import latent_santa
+from latent_santa.eval import decode_bench
 
 from ..tiny_models import tiny_model
 
@@ -46,3 +47,25 @@ def test_the_triton_backend_gives_the_torch_backends_tokens_and_rows(name: str, 
 def test_a_bfloat16_model_generates_with_the_triton_backend(name: str) -> None:
     tokens, rows = generation(tiny_model(name).bfloat16().cuda(), "triton", budget=24, parents="contiguous")
     assert all(len(row) == NEW_TOKENS for row in tokens) and all(0 < entry["percent"] for entry in rows)
+
+
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_a_model_of_deepseek_v2_lites_sizes(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of its layers, bfloat16: the first sampled token's logits are those of the PyTorch backend."""
+    monkeypatch.setitem(decode_bench.SHAPES["deepseek-v2-lite"], "num_hidden_layers", 4)
+    model = decode_bench.random_model("deepseek-v2-lite", torch.bfloat16, "cuda")
+    ids = torch.randint(3, 1000, (2, 700), generator=torch.Generator().manual_seed(3)).cuda()
+    logits, rows = {}, {}
+    for backend in ("torch", "triton"):
+        with latent_santa.patch(model, backend=backend, budget=64, estimator=estimator, parents="contiguous") as santa:
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4, do_sample=False,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            rows[backend] = [entry["routing"] for entry in santa.access.per_sequence()]
+        assert all(step.isfinite().all() for step in out.logits)
+        logits[backend] = out.logits[0].float()
+    # one rounding may send a token to another expert; unrelated logits would be 1.4 apart
+    apart = (logits["triton"] - logits["torch"]).norm(dim=-1) / logits["torch"].norm(dim=-1)
+    assert bool((apart < 0.3).all())
+    assert rows["torch"] == rows["triton"] and all(0 < count for count in rows["torch"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from latent_santa.attention import Output
 from latent_santa.kernels import Workspace
 
 from ..kernel_cases import Call, compare, make_call
@@ -68,6 +69,15 @@ def test_gqa(groups: int, heads: int, dim: int, query_dtype: torch.dtype) -> Non
     check(call, 16, BRAIN if query_dtype == torch.bfloat16 else EXACT)
 
 
+@pytest.mark.parametrize("query_dtype", [torch.float16, torch.float32])
+def test_gqa_float16(query_dtype: torch.dtype) -> None:
+    call = make_call(
+        heads=7, groups=4, lengths=(3000, 1700), suffix=11, dtype=torch.float16, query_dtype=query_dtype, device="cuda",
+        **GQA,
+    )  # fmt: skip
+    check(call, 16, HALF if query_dtype == torch.float16 else EXACT)
+
+
 @pytest.mark.parametrize("k", [1, 5, 100, 200])
 def test_budgets(k: int) -> None:
     call = make_call(heads=7, groups=2, lengths=(3000, 700), dtype=torch.bfloat16, device="cuda", **GQA)
@@ -83,17 +93,27 @@ def test_one_workspace_serves_every_budget() -> None:
 
 
 @pytest.mark.parametrize("routing_dtype", ["int8", "int4"])
-@pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "query_dtype", "tolerance"),
+    [
+        (torch.bfloat16, torch.bfloat16, BRAIN),
+        (torch.bfloat16, torch.float32, EXACT),
+        (torch.float16, torch.float16, HALF),
+        (torch.float16, torch.float32, EXACT),
+    ],
+)
 @pytest.mark.parametrize("layout", [MLA, GQA], ids=["mla", "gqa"])
-def test_routing_dtypes(layout: dict[str, Any], query_dtype: torch.dtype, routing_dtype: str) -> None:
+def test_routing_dtypes(
+    layout: dict[str, Any], dtype: torch.dtype, query_dtype: torch.dtype, tolerance: float, routing_dtype: str
+) -> None:
     call = make_call(
-        heads=14, lengths=(2500, 1111), dtype=torch.bfloat16, query_dtype=query_dtype, device="cuda",
+        heads=14, lengths=(2500, 1111), dtype=dtype, query_dtype=query_dtype, device="cuda",
         routing_dtype=routing_dtype, **layout,
     )  # fmt: skip
-    check(call, 8, BRAIN if query_dtype == torch.bfloat16 else EXACT)
+    check(call, 8, tolerance)
 
 
-@pytest.mark.parametrize("shares", [1, 2, 33, 128])
+@pytest.mark.parametrize("shares", [1, 2, 3, 8, 16, 33, 128])
 def test_shares(shares: int) -> None:
     call = make_call(heads=16, lengths=(1500,), dtype=torch.bfloat16, device="cuda", **MLA)
     check(call, 4, EXACT, {"shares": shares})
@@ -123,27 +143,66 @@ def test_rows_beyond_two_to_the_31st_element() -> None:
     compare(got, want, EXACT)
 
 
-def test_graph_replays_draw_fresh_noise() -> None:
-    call = make_call(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda", **MLA)
+@pytest.mark.parametrize(
+    ("layout", "heads", "estimator", "routing_dtype"),
+    [
+        (MLA, 16, "per_head", "model"),
+        (MLA, 14, "pooled", "int4"),
+        (GQA, 7, "per_head", "int8"),
+        (GQA, 7, "pooled", "model"),
+    ],
+    ids=["mla", "mla-pooled-int4", "gqa-int8", "gqa-pooled"],
+)
+def test_graph_replays_draw_fresh_noise(layout: dict[str, Any], heads: int, estimator: str, routing_dtype: str) -> None:
+    call = make_call(
+        heads=heads, lengths=(3000,), dtype=torch.bfloat16, device="cuda", routing_dtype=routing_dtype, **layout
+    )
     workspace = Workspace()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call.kernels(8, workspace)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = call.kernels(8, workspace)
+    graph, held = captured(call, 8, workspace, estimator)
     seen = []
     for _ in range(3):
         workspace.poison()
         graph.replay()
-        compare(held, call.twin(8), EXACT)
+        compare(held, call.twin(8, estimator), EXACT)
         seen.append(held.out.clone())
         call.draw.step += 1
     assert not torch.allclose(seen[0], seen[1]) and not torch.allclose(seen[1], seen[2])
     call.draw.key += 1
     graph.replay()
-    compare(held, call.twin(8), EXACT)
+    compare(held, call.twin(8, estimator), EXACT)
+
+
+def captured(call: Call, k: int, workspace: Workspace, estimator: str) -> tuple[torch.cuda.CUDAGraph, Output]:
+    """A graph of one call, and the outputs that its replays fill."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call.kernels(k, workspace, estimator)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = call.kernels(k, workspace, estimator)
+    return graph, held
+
+
+def test_a_graph_of_a_call_that_selects_every_team() -> None:
+    call = make_call(heads=16, lengths=(300,), dtype=torch.bfloat16, device="cuda", **MLA)
+    workspace = Workspace()
+    graph, held = captured(call, call.teams.teams, workspace, "per_head")
+    workspace.poison()
+    graph.replay()
+    compare(held, call.twin(call.teams.teams), EXACT)
+
+
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_no_call_waits_for_the_device(estimator: str) -> None:
+    call = make_call(heads=16, lengths=(3000, 2000), dtype=torch.bfloat16, device="cuda", **MLA)
+    workspace = Workspace()
+    call.kernels(8, workspace, estimator)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = call.kernels(8, workspace, estimator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    compare(got, call.twin(8, estimator), EXACT)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
