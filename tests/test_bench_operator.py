@@ -90,7 +90,7 @@ def test_a_saved_workload_is_the_same(tmp_path: Path) -> None:
 def test_capturing_a_models_layer(layout: str) -> None:
     model = tiny_model("deepseek_v2" if layout == "mla" else "llama")
     ids = [3 + n % 90 for n in range(80)]
-    w = capture(model, ids, 1, 3, "tiny layer 1", parents="contiguous", budget=16, backend="torch")
+    w = capture(model, ids, 1, 3, "tiny", parents="contiguous", budget=16, backend="torch")
     assert (w.layout, w.batch, w.draw.layer, w.source) == (layout, 1, 1, "tiny layer 1")
     assert w.teams.length == 80 and w.context == 80 + w.suffix.index.numel() and w.suffix.index.numel() >= 1
     with pytest.raises(EvalError, match="--layer 7"):
