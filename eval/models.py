@@ -187,7 +187,7 @@ def check_supported(spec: ModelSpec, config: Any) -> None:
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         find_adapters(model)
     except NotImplementedError as error:
         raise EvalError(f"--model {spec.name}: {error}") from error
