@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
@@ -36,19 +35,12 @@ from latent_santa.sampling import log_inclusion
 from latent_santa.teams import build_teams, join_teams
 
 from .cases import make_case
-from .kernel_cases import SMALL, Call, compare, make_call
+from .kernel_cases import ROUNDING, SMALL, check, compare, make_call
 
 if not draws.INTERPRETED.value:
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
 
-ROUNDING = 2e-5
 KINDS = [("per_head", "independent"), ("pooled", "independent"), ("per_head", "shared"), ("pooled", "shared")]
-
-
-def check(call: Call, k: int, estimator: str = "per_head", noise: str = "independent", **over: Any) -> None:
-    """Equal to the twin, from scratch memory full of NaN."""
-    workspace = call.poisoned(k, {**SMALL, **over}, estimator, noise)
-    compare(call.kernels(k, workspace, estimator, noise), call.twin(k, estimator, noise), ROUNDING)
 
 
 @pytest.mark.parametrize(("estimator", "noise"), KINDS)
@@ -91,70 +83,6 @@ def test_budgets_around_the_number_of_teams(k: int) -> None:
 def test_shares_some_of_them_empty(shares: int) -> None:
     call = make_call("gqa", heads=2, lengths=(60,), dims=(16,), suffix=3, dtype=torch.float16)
     check(call, 2, shares=shares, combine_shares=8)
-
-
-def test_one_team_and_no_suffix() -> None:
-    call = make_call("gqa", heads=2, lengths=(9,), dims=(16,), suffix=0, representatives=1, dtype=torch.float16)
-    assert call.teams.teams == 1
-    check(call, 1, shares=1)
-
-
-def test_large_teams_and_small() -> None:
-    call = make_call(
-        "gqa", heads=2, lengths=(130,), dims=(16,), parent_size=100, representatives=2, dtype=torch.float16
-    )
-    assert int(call.teams.sizes.max()) > 32 > 16 > int(call.teams.sizes[call.teams.sizes > 0].min())
-    check(call, 1, shares=2)
-
-
-def test_teams_of_hundreds() -> None:
-    call = make_call(
-        "gqa", heads=2, lengths=(650,), dims=(16,), parent_size=300, representatives=1, dtype=torch.float16
-    )
-    assert call.teams.sizes.flatten().tolist() == [300, 300, 50]
-    check(call, 1, "pooled", shares=2)
-
-
-def test_no_team_but_a_suffix() -> None:
-    call = make_call(heads=2, lengths=(20,), suffix=6, dims=(16, 16), dtype=torch.float16)
-    teams = call.teams
-    none = torch.full_like(teams.team_of_row, -1)
-    empty = {"sizes": torch.zeros_like(teams.sizes), "count": torch.zeros_like(teams.count), "team_of_row": none}
-    call.teams = replace(teams, **empty)
-    check(call, 2, shares=2)
-    assert call.kernels(2, Workspace()).union.tolist() == [[0]]
-
-
-@pytest.mark.parametrize("layout", ["mla", "gqa"])
-def test_rows_that_lie_apart(layout: str) -> None:
-    """Caches as ``(B, N, G, D)``, or as slices of wider rows: no stride of a row is its width."""
-    call = make_call(layout, heads=2, groups=1 if layout == "mla" else 3, lengths=(50, 31), dims=(32, 16), hidden=2)
-
-    def moved(part: Tensor) -> Tensor:
-        batch, groups, length, width = part.shape
-        room = torch.full((batch, length, groups, width + 5), float("nan"))
-        view = room[..., 2 : 2 + width].transpose(1, 2)
-        assert view.stride(2) == groups * (width + 5) > width
-        return view.copy_(part)
-
-    keys = tuple(moved(part) for part in call.rows.keys)
-    call.rows = Rows(keys, keys[0] if layout == "mla" else moved(call.rows.values))
-    check(call, 3, shares=2)
-
-
-def test_a_suffix_given_as_a_view() -> None:
-    call = make_call("gqa", heads=2, lengths=(30, 20), suffix=8, hidden=2, dims=(16,), dtype=torch.float16)
-    wide = torch.zeros(8, 2, dtype=torch.int64)
-    wide[:, 0] = call.suffix.index
-    assert call.suffix.visible is not None
-    visible = call.suffix.visible.t().contiguous().t()
-    assert wide[:, 0].stride(0) == 2 and visible.stride(1) == 2
-    call.suffix = Suffix(wide[:, 0], visible)
-    check(call, 2, shares=2)
-
-
-def test_a_suffix_longer_than_the_prompt() -> None:
-    check(make_call(heads=2, lengths=(20, 12), suffix=75, hidden=40, dims=(16, 16), dtype=torch.float16), 2)
 
 
 def test_a_crowd_of_large_scores_is_searched() -> None:

@@ -22,6 +22,15 @@ pytestmark = [
 EXACT, HALF, BRAIN = 2e-5, 2e-3, 1e-2
 MLA: dict[str, Any] = {"layout": "mla", "dims": (512, 64), "scale": 0.06}
 GQA: dict[str, Any] = {"layout": "gqa", "dims": (128,), "scale": 0.12}
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "query_dtype", "tolerance"),
+    [
+        (torch.bfloat16, torch.bfloat16, BRAIN),
+        (torch.bfloat16, torch.float32, EXACT),
+        (torch.float16, torch.float16, HALF),
+        (torch.float16, torch.float32, EXACT),
+    ],
+)
 
 
 def check(call: Call, k: int, tolerance: float, over: dict[str, Any] | None = None) -> None:
@@ -32,15 +41,7 @@ def check(call: Call, k: int, tolerance: float, over: dict[str, Any] | None = No
 
 
 @pytest.mark.parametrize("heads", [1, 14, 16])
-@pytest.mark.parametrize(
-    ("dtype", "query_dtype", "tolerance"),
-    [
-        (torch.bfloat16, torch.bfloat16, BRAIN),
-        (torch.bfloat16, torch.float32, EXACT),
-        (torch.float16, torch.float16, HALF),
-        (torch.float16, torch.float32, EXACT),
-    ],
-)
+@DTYPES
 def test_mla(heads: int, dtype: torch.dtype, query_dtype: torch.dtype, tolerance: float) -> None:
     call = make_call(
         heads=heads, lengths=(2500, 1111), suffix=37, hidden=3, dtype=dtype, query_dtype=query_dtype, device="cuda",
@@ -93,15 +94,7 @@ def test_one_workspace_serves_every_budget() -> None:
 
 
 @pytest.mark.parametrize("routing_dtype", ["int8", "int4"])
-@pytest.mark.parametrize(
-    ("dtype", "query_dtype", "tolerance"),
-    [
-        (torch.bfloat16, torch.bfloat16, BRAIN),
-        (torch.bfloat16, torch.float32, EXACT),
-        (torch.float16, torch.float16, HALF),
-        (torch.float16, torch.float32, EXACT),
-    ],
-)
+@DTYPES
 @pytest.mark.parametrize("layout", [MLA, GQA], ids=["mla", "gqa"])
 def test_routing_dtypes(
     layout: dict[str, Any], dtype: torch.dtype, query_dtype: torch.dtype, tolerance: float, routing_dtype: str
