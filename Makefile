@@ -35,7 +35,8 @@ real: $(VENV)/.run
 	done
 
 # accuracy against rows on real checkpoints: make grids MLA=PATH GQA=PATH GRIDS=DIR JOBS=3; needs a CUDA device and its own
-# PyTorch; uses the python that is given. JOBS runs share the device (one needs up to 60 GB); a second call goes on where the first stopped
+# PyTorch; uses the python that is given. JOBS runs share the device (one needs up to 60 GB); a second call goes on where
+# the first stopped
 GRIDS ?= out/grids
 JOBS ?= 1
 GRID ?= $(PYTHON) -m latent_santa.eval ruler --resume --data builtin --tasks mla3 --prompts 20 --methods dense,santa++ \

@@ -69,9 +69,10 @@ class _Report:
         self.tasks = tuple(self.settings["tasks"])
         self.conditions = [condition_from_dict(data) for data in self.manifest["conditions"]]
         self.results = {condition: store.results(condition.slug) for condition in self.conditions}
+        self.most_tokens = max(prompt.n_tokens for prompt in self.prompts)
         # official data in a folder of another name than their length
         self.short = self.manifest["origin"]["data"] in ("hub", "jsonl") and not paper_tables.of_length(
-            max(prompt.n_tokens for prompt in self.prompts), self.settings["length"]
+            self.most_tokens, self.settings["length"]
         )
         self.dense: Results | None = self.results.get(Condition("dense"))
 
@@ -180,10 +181,9 @@ class _Report:
     def _warnings(self, rows: list[dict[str, Any]]) -> list[str]:
         found = []
         if self.short:
-            most = max(prompt.n_tokens for prompt in self.prompts)
             found.append(
-                f"the longest prompt has {most} tokens, so these are not prompts of length {self.settings['length']}; "
-                "the paper's values are left out"
+                f"the longest prompt has {self.most_tokens} tokens, so these are not prompts of length "
+                f"{self.settings['length']}; the paper's values are left out"
             )
         for condition, row in zip(self.conditions, rows, strict=True):
             name = row["name"] + (f" S={row['S']}" if row["S"] else "")

@@ -125,9 +125,10 @@ class Call:
         workspace: Workspace,
     ) -> None:
         self.query = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in query)
-        if suffix.index.stride(0) != 1 or (suffix.visible is not None and suffix.visible.stride(1) != 1):
-            visible = None if suffix.visible is None else suffix.visible.contiguous()
-            suffix = Suffix(suffix.index.contiguous(), visible)
+        visible = suffix.visible
+        if visible is not None and visible.stride(1) != 1:
+            visible = visible.contiguous()
+        suffix = Suffix(suffix.index.contiguous(), visible)
         self.rows, self.teams, self.suffix, self.draw = rows, teams, suffix, draw
         self.scale, self.k = scale, teams_per_head
         self.pooled, self.shared = estimator == "pooled", noise == "shared"

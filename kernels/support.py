@@ -42,6 +42,15 @@ def unavailable(device: torch.device) -> str | None:
     return f"the rows are on {device}: the kernels need a CUDA device (or TRITON_INTERPRET=1 and CPU tensors)"
 
 
+def unsupported_dtype(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot take rows of ``dtype``, or None when they can."""
+    if dtype not in DTYPES:
+        return f"rows are {dtype}: the kernels take bfloat16, float16 and float32"
+    if dtype == torch.bfloat16 and interpreting():
+        return "rows are bfloat16, and Triton's interpreter gets bfloat16 products wrong: use float16 or float32"
+    return None
+
+
 def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams, teams_per_head: int = 1) -> str | None:
     """Why :func:`latent_santa.kernels.sampled_attention` cannot take these inputs, or None when it can.
 
@@ -52,13 +61,9 @@ def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams, teams_per_h
         teams_per_head: K before the cap by the number of teams.
     """
     values = rows.values
-    reason = unavailable(values.device)
+    reason = unavailable(values.device) or unsupported_dtype(values.dtype)
     if reason is not None:
         return reason
-    if values.dtype not in DTYPES:
-        return f"rows are {values.dtype}: the kernels take bfloat16, float16 and float32"
-    if values.dtype == torch.bfloat16 and interpreting():
-        return "rows are bfloat16, and Triton's interpreter gets bfloat16 products wrong: use float16 or float32"
     for part in query:
         if part.dtype not in (torch.float32, values.dtype):
             return f"a query part is {part.dtype}: the kernels take float32 or the rows' {values.dtype}"

@@ -175,17 +175,16 @@ def attend_selected(
     log_c = log_c.masked_fill((index < 0)[:, :, None], torch.inf)
     exact, values = _suffix_logits(query, rows, suffix, scale)
 
-    def piece(numbers: Tensor, less: Tensor, more: bool) -> tuple[Tensor, Tensor]:
+    def piece(numbers: Tensor, less: Tensor, with_suffix: bool) -> tuple[Tensor, Tensor]:
         part = rows.take(numbers)  # gone before the next piece is taken
         logits = scores(query, part.keys, scale) - less
-        if more:
+        if with_suffix:
             return _combine(torch.cat((logits, exact), -1), part.values, values)
         return _combine(logits, part.values)
 
     at_once = max(ROWS_AT_ONCE, -(-index.shape[-1] // 2))
     halves = zip(index.split(at_once, -1), log_c.split(at_once, -1), strict=True)
-    pieces = [piece(numbers, less, more=first == 0) for first, (numbers, less) in enumerate(halves)]
-    out, lse = _merged(pieces)
+    out, lse = _merged([piece(*half, with_suffix=number == 0) for number, half in enumerate(halves)])
     return out, lse, (index >= 0).sum(-1)
 
 

@@ -120,13 +120,12 @@ def plot(records: list[dict[str, Any]], mode: str = "graph") -> bytes | None:
     figure = Figure(figsize=(4 * len(panels) + 2.6, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    drawn: dict[str, Any] = {}  # one line of every name, and its look in all panels
+    looks: dict[str, tuple[str, str]] = {}  # a name looks the same in all panels
+    drawn: dict[str, Any] = {}
     for axis, ((layout, heads, batch), held) in zip(axes, sorted(panels.items()), strict=True):
         for name, points in _lines(held, mode).items():
-            color, style = _look(name, list(drawn))
-            color = drawn[name].get_color() if name in drawn else color
-            (line,) = axis.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=4)
-            drawn.setdefault(name, line)
+            color, style = looks.setdefault(name, _look(name, list(looks)))
+            (drawn[name],) = axis.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=4)
         axis.set(title=f"{layout.upper()}, {heads} heads, batch {batch}", xlabel="cached rows", ylabel="microseconds")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")

@@ -83,8 +83,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     """Every combination of parents, estimator and backend, checked."""
+    import torch
+
     from latent_santa.eval.conditions import checked_config
     from latent_santa.eval.errors import EvalError
+    from latent_santa.kernels.support import unsupported_dtype
 
     settings = [
         {"parents": parents, "estimator": estimator, "backend": backend, "budget": args.budget}
@@ -94,10 +97,9 @@ def _settings(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     ]
     for setting in settings:
         checked_config(device, **setting)
-    if device == "cpu" and args.dtype == "bfloat16" and any(setting["backend"] == "triton" for setting in settings):
-        raise EvalError(
-            "--backend triton --dtype bfloat16: Triton's interpreter gets bfloat16 products wrong; use float32"
-        )
+    reason = unsupported_dtype(getattr(torch, args.dtype))
+    if reason and any(setting["backend"] == "triton" for setting in settings):
+        raise EvalError(f"--backend triton --dtype {args.dtype}: {reason}")
     return settings
 
 

@@ -44,6 +44,16 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
                     f"{task}: rows without an answer_prefix field (files before 2025): their prefix is the tail of "
                     "the input and stays in the user's turn, whatever --answer-prefix says"
                 )
+        row = make_row(
+            task,
+            number,
+            text,
+            references,
+            answer_prefix=prefix.rstrip(),
+            metric=OFFICIAL[task].metric,
+            max_new_tokens=cap,
+            source=source,
+        )
     except (TypeError, ValueError) as error:
         raise EvalError(f"{source}: record {number} of {task}: {error}") from error
     except KeyError as error:
@@ -58,19 +68,6 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
             f"{task}: the input holds {mark!r}, so the data were made with a chat template in them; they should be "
             "made with the base template, or be run with --no-chat-template"
         )
-    try:
-        row = make_row(
-            task,
-            number,
-            text,
-            references,
-            answer_prefix=prefix.rstrip(),
-            metric=OFFICIAL[task].metric,
-            max_new_tokens=cap,
-            source=source,
-        )
-    except ValueError as error:
-        raise EvalError(f"{source}: record {number}: {error}") from error
     return row, warnings
 
 
