@@ -1,4 +1,4 @@
-"""One decoding call through the kernels: the twin of :func:`latent_santa.attention.sampled_attention`."""
+"""One decoding call through the kernels: the twin of :func:`latent_santa.estimator.sampled_attention`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
-from latent_santa.attention import Draw, Output, Suffix
 from latent_santa.quantise import QuantisedKeys
-from latent_santa.rows import Rows
-from latent_santa.teams import Teams
+from latent_santa.step import DecodeStep, Output, Sampling, Suffix
 
 from .attend import attend_kernel
 from .combine import combine_kernel
@@ -43,19 +40,7 @@ if INTERPRETED.value:
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def sampled_attention(
-    query: tuple[Tensor, ...],
-    rows: Rows,
-    teams: Teams,
-    suffix: Suffix,
-    draw: Draw,
-    *,
-    scale: float,
-    teams_per_head: int,
-    estimator: str = "per_head",
-    noise: str = "independent",
-    workspace: Workspace | None = None,
-) -> Output:
+def sampled_attention(step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None) -> Output:
     """SANTA++ for one decoding call (Algorithm 1), or its pooled form. Four launches, pooled five; no synchronisation.
 
     A float32 query over 16-bit rows is fed to the tensor cores as two 16-bit parts, and so are the softmax weights,
@@ -64,27 +49,23 @@ def sampled_attention(
     ``draw.step`` was advanced in place.
 
     Args:
-        query: parts ``(B, G, H, D_i)``, float32 or the rows' dtype.
-        rows: current cache; the last dimension contiguous, any other strides.
-        teams: frozen team records; ``routing_keys`` in the cache's dtype or :class:`QuantisedKeys`.
-        suffix: rows attended exactly.
-        draw: what the noise is keyed by.
-        scale: the attention module's scaling.
-        teams_per_head: K before the cap by the number of teams.
-        estimator, noise: as in :class:`SantaConfig`.
+        step: the query in float32 or the rows' dtype; rows with a contiguous last dimension and any other strides;
+            routing keys in the cache's dtype or as :class:`QuantisedKeys`.
+        sampling: K, estimator and noise.
         workspace: scratch kept between calls; None takes the current stream's own.
 
     Raises:
         RuntimeError: the kernels cannot take these inputs; the message says why.
     """
-    reason = unsupported(query, rows, teams, teams_per_head)
+    assert step.teams is not None, "this operator samples teams"
+    reason = unsupported(step.query, step.rows, step.teams, sampling.k)
     if reason is not None:
         raise RuntimeError(f"the triton backend cannot run: {reason}")
-    device = rows.values.device
+    device = step.rows.values.device
     workspace = default_workspace(device) if workspace is None else workspace
     # Triton launches on the current device; threads on one stream share scratch, and so take turns
     with current(device), workspace.lock:
-        call = Call(query, rows, teams, suffix, draw, scale, teams_per_head, estimator, noise, workspace)
+        call = Call(step, sampling, workspace)
         if not call.everything:
             call.route()
             call.select()
@@ -111,19 +92,17 @@ def default_workspace(device: torch.device) -> Workspace:
 class Call:
     """The arguments of one call's launches, each a method."""
 
-    def __init__(
-        self,
-        query: tuple[Tensor, ...],
-        rows: Rows,
-        teams: Teams,
-        suffix: Suffix,
-        draw: Draw,
-        scale: float,
-        teams_per_head: int,
-        estimator: str,
-        noise: str,
-        workspace: Workspace,
-    ) -> None:
+    def __init__(self, step: DecodeStep, sampling: Sampling, workspace: Workspace) -> None:
+        query, rows, teams, suffix, draw, scale = (
+            step.query,
+            step.rows,
+            step.teams,
+            step.suffix,
+            step.draw,
+            step.scale,
+        )
+        assert teams is not None
+        teams_per_head = sampling.k
         self.query = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in query)
         visible = suffix.visible
         if visible is not None and visible.stride(1) != 1:
@@ -131,7 +110,7 @@ class Call:
         suffix = Suffix(suffix.index.contiguous(), visible)
         self.rows, self.teams, self.suffix, self.draw = rows, teams, suffix, draw
         self.scale, self.k = scale, teams_per_head
-        self.pooled, self.shared = estimator == "pooled", noise == "shared"
+        self.pooled, self.shared = sampling.pooled, sampling.shared
         batch, groups, heads, _ = query[0].shape
         values = rows.values
         device = values.device
@@ -144,7 +123,7 @@ class Call:
             heads=heads,
             prompt=teams.length,
             suffix=power(suffix.index.numel(), 64),
-            teams=teams.teams,
+            teams=teams.M,
             dims=tuple(part.shape[-1] for part in query),
             values=values.shape[-1],
             latent=self.latent,
@@ -157,7 +136,7 @@ class Call:
             shared_memory=shared_memory(device),
         )
         # where no sequence can have more than K teams, none is scored (Algorithm 1's first line)
-        self.everything = teams.teams <= teams_per_head
+        self.everything = teams.M <= teams_per_head
         self.plan: Plan = workspace.plan(self.shapes)
         self.held: Buffers = workspace.buffers(self.shapes, self.plan, device)
         self.early = launches_early(device)

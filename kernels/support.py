@@ -92,7 +92,7 @@ def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams, teams_per_h
             return f"routing key part {i} has a scale for {routed.group} dimensions: the kernels need a power of two"
         if not isinstance(routed, QuantisedKeys) and (routed.dtype != values.dtype or routed.stride(-1) != 1):
             return f"routing key part {i} must be contiguous {values.dtype}, like the rows, or QuantisedKeys"
-    if teams.teams > teams_per_head > MOST_TEAMS_PER_HEAD:
+    if teams.M > teams_per_head > MOST_TEAMS_PER_HEAD:
         return f"{teams_per_head} teams a head are to be sampled: the kernels sample at most {MOST_TEAMS_PER_HEAD}"
     if query[0].shape[2] >= MOST_HEADS:
         return f"{query[0].shape[2]} query heads a group: the noise counter holds fewer than {MOST_HEADS}"

@@ -47,7 +47,7 @@ class Teams:
         return self.team_of_row.shape[-1]
 
     @property
-    def teams(self) -> int:
+    def M(self) -> int:  # noqa: N802
         """M, padding teams included."""
         return self.sizes.shape[-1]
 
@@ -212,8 +212,8 @@ def form_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
     label = torch.where(flat >= 0, flat * representatives + choice, -1)
     team, count = _renumber(label)
     records = _records(team.view(batch, groups, length), count.view(batch, groups))
-    place = torch.where(chosen.view(batch, groups, length), records.team_of_row.long(), records.teams)
-    spare = torch.full((batch, groups, records.teams + 1), -1, dtype=torch.int64, device=parents.device)
+    place = torch.where(chosen.view(batch, groups, length), records.team_of_row.long(), records.M)
+    spare = torch.full((batch, groups, records.M + 1), -1, dtype=torch.int64, device=parents.device)
     index = torch.arange(length, device=parents.device).expand(batch, groups, length)
     records.representative = spare.scatter_(2, place, index)[..., :-1].int()
     return records
@@ -281,11 +281,11 @@ def join_teams(first: Teams, second: Teams) -> Teams:
     new = second.team_of_row.long()
     shifted = new + first.count.long()[..., None]
     joined = _records(torch.where(old >= 0, old, torch.where(new >= 0, shifted, -1)), first.count + second.count)
-    place = torch.arange(second.teams, device=new.device) + first.count.long()[..., None]
-    place = torch.where(second.sizes > 0, place, joined.teams)
+    place = torch.arange(second.M, device=new.device) + first.count.long()[..., None]
+    place = torch.where(second.sizes > 0, place, joined.M)
 
     def merge(a: Tensor, b: Tensor, unused: int = 0) -> Tensor:
-        out = torch.nn.functional.pad(a, (0, 0, 0, joined.teams + 1 - a.shape[2]), value=unused)
+        out = torch.nn.functional.pad(a, (0, 0, 0, joined.M + 1 - a.shape[2]), value=unused)
         return out.scatter_(2, place[..., None].expand_as(b), b)[:, :, :-1]
 
     def merge_part(a: KeyPart, b: KeyPart) -> KeyPart:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from latent_santa.access import Unit
-from latent_santa.attention import Draw, Output, dense_attention, sampled_attention, santa_attention
+from latent_santa.backends import choose
+from latent_santa.estimator import dense_attention, santa_attention
 from latent_santa.noise import gumbel_noise
 from latent_santa.rows import Rows
+from latent_santa.step import DecodeStep, Draw, Output, Sampling
 
-from .backend import triton_attention
 from .cache_layer import TeamLayer
 from .control import Call, Controller
 from .families import Adapter
@@ -78,23 +79,18 @@ class PatchedLayer:
         assert step is not None and cache.noise_key is not None
         suffix = cache.suffix(visible)
         draw = Draw(cache.noise_key.to(device), step, self.layer)
-        options: dict[str, Any] = {"scale": scale, "estimator": config.estimator, "noise": config.noise}
-        if config.method == "santa":
-            prompt = visible
-            if prompt is None:
-                prompt = torch.ones(parts[0].shape[0], rows.length, dtype=torch.bool, device=device)
-            prompt = prompt.index_fill(1, suffix.index, False)
-            self._count_full(call, rows.length - suffix.index.numel())
-            return santa_attention(parts, rows, prompt, suffix, draw, samples=config.teams_per_head, **options)
+        sampling = Sampling(config.teams_per_head, config.estimator, config.noise)
         teams = cache.grouped.teams
+        decoding = DecodeStep(parts, rows, teams, suffix, draw, scale, visible)
+        if config.method == "santa":
+            self._count_full(call, rows.length - suffix.index.numel())
+            return santa_attention(decoding, sampling)
         assert teams is not None
-        self._count_full(call, teams.teams)
-        attend = triton_attention(config.backend, parts, rows, teams, config.teams_per_head)
-        if attend is None:
-            attend = sampled_attention
-            if teams.teams > config.teams_per_head:
-                draw.made = self._noise(call, draw, *parts[0].shape[1:3])
-        return attend(parts, rows, teams, suffix, draw, teams_per_head=config.teams_per_head, **options)
+        self._count_full(call, teams.M)
+        backend = choose(config.backend, decoding, sampling)
+        if backend.name == "torch" and teams.M > sampling.k:
+            decoding = replace(decoding, draw=replace(draw, made=self._noise(call, draw, *parts[0].shape[1:3])))
+        return backend.sampled_attention(decoding, sampling)
 
     def _count_full(self, call: Call, choices: int) -> None:
         """Note, once a call, that K covers every team (or row), which makes it dense attention."""
@@ -109,7 +105,7 @@ class PatchedLayer:
                 teams = cache.grouped.teams
                 if teams is None or cache.keys.device != draw.key.device or cache.keys.shape[1] != groups:
                     break
-                most = max(most, teams.teams)
+                most = max(most, teams.M)
                 if (
                     stop > self.layer
                     and (stop + 1 - self.layer) * len(draw.key) * groups * heads * most > NOISE_NUMBERS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from latent_santa.attention import Suffix
+from latent_santa.step import Suffix
 from latent_santa.teams import Teams
 
 SLACK = 128

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from latent_santa.attention import Draw, Output, Suffix, sampled_attention, santa_attention
+from latent_santa.estimator import sampled_attention, santa_attention
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows
+from latent_santa.step import DecodeStep, Draw, Output, Sampling, Suffix
 from latent_santa.teams import Teams, build_teams
 
 from . import reference as ref
@@ -47,17 +48,16 @@ class Case:
         return replace(self, suffix=suffix, draw=Draw(self.draw.key, step, layer))
 
     def run(self, k: int, estimator: str = "per_head", noise: str = "independent", method: str = "santa++") -> Output:
-        if method == "santa":
-            length = self.rows.length - self.prompt.shape[1]
-            prompt = torch.nn.functional.pad(self.prompt, (0, length), value=False)
-            return santa_attention(
-                self.query, self.rows, prompt, self.suffix, self.draw,
-                scale=self.scale, samples=k, estimator=estimator, noise=noise,
-            )  # fmt: skip
-        return sampled_attention(
-            self.query, self.rows, self.teams, self.suffix, self.draw,
-            scale=self.scale, teams_per_head=k, estimator=estimator, noise=noise,
-        )  # fmt: skip
+        attend = santa_attention if method == "santa" else sampled_attention
+        return attend(self.step, Sampling(k, estimator, noise))
+
+    @property
+    def step(self) -> DecodeStep:
+        """The case as the method's one argument."""
+        suffix = self.rows.length - self.prompt.shape[1]
+        visible = torch.nn.functional.pad(self.prompt, (0, suffix), value=False)
+        visible[:, self.suffix.index] = True if self.suffix.visible is None else self.suffix.visible
+        return DecodeStep(self.query, self.rows, self.teams, self.suffix, self.draw, self.scale, visible)
 
     def reference(
         self, b: int, g: int, k: int, estimator: str = "per_head", noise: str = "independent", method: str = "santa++"
@@ -168,12 +168,12 @@ def check_records(teams: Teams, member: Tensor) -> None:
     """What must hold of any team records whose real rows are ``member (B, N)``."""
     batch, groups, length = teams.team_of_row.shape
     assert teams.members.shape == (batch, groups, length) and teams.length == length
-    assert teams.sizes.shape == teams.starts.shape == teams.representative.shape == (batch, groups, teams.teams)
+    assert teams.sizes.shape == teams.starts.shape == teams.representative.shape == (batch, groups, teams.M)
     for part in teams.routing_keys:
-        assert part.shape[:3] == (batch, groups, teams.teams)
+        assert part.shape[:3] == (batch, groups, teams.M)
     for name in ("members", "starts", "sizes", "count", "team_of_row", "representative"):
         assert getattr(teams, name).dtype == torch.int32, name
-    assert teams.teams == max(1, int(teams.count.max()))
+    assert teams.M == max(1, int(teams.count.max()))
     for b in range(batch):
         real = member[b].nonzero()[:, 0].tolist()
         for g in range(groups):
@@ -182,10 +182,10 @@ def check_records(teams: Teams, member: Tensor) -> None:
             assert sorted(flat) == real
             assert teams.members[b, g].tolist() == flat + [-1] * (length - len(flat))
             assert all(rows and rows == sorted(rows) for rows, _ in lists)
-            assert teams.sizes[b, g, count:].tolist() == [0] * (teams.teams - count)
-            assert teams.representative[b, g, count:].tolist() == [-1] * (teams.teams - count)
+            assert teams.sizes[b, g, count:].tolist() == [0] * (teams.M - count)
+            assert teams.representative[b, g, count:].tolist() == [-1] * (teams.M - count)
             owner = {row: t for t, (rows, _) in enumerate(lists) for row in rows}
             assert teams.team_of_row[b, g].tolist() == [owner.get(row, -1) for row in range(length)]
             sizes = sorted((len(rows) for rows, _ in lists), reverse=True)
-            for n in range(teams.teams + 2):
+            for n in range(teams.M + 2):
                 assert sum(sizes[:n]) <= teams.most_rows(n) <= length

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from latent_santa.attention import Draw, Output, Suffix, sampled_attention
+from latent_santa.estimator import sampled_attention
 from latent_santa.kernels import Workspace
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.quantise import quantise_parts
 from latent_santa.rows import Rows
+from latent_santa.step import DecodeStep, Draw, Output, Sampling, Suffix
 from latent_santa.teams import Teams, build_teams
 
 # small blocks, so that small cases have several of everything
@@ -38,10 +39,11 @@ class Call:
     def kernels(self, k: int, workspace: Workspace, estimator: str = "per_head", noise: str = "independent") -> Output:
         from latent_santa.kernels import sampled_attention as operator
 
-        return operator(
-            self.query, self.rows, self.teams, self.suffix, self.draw, scale=self.scale, teams_per_head=k,
-            estimator=estimator, noise=noise, workspace=workspace,
-        )  # fmt: skip
+        return operator(self.step, Sampling(k, estimator, noise), workspace)
+
+    @property
+    def step(self) -> DecodeStep:
+        return DecodeStep(self.query, self.rows, self.teams, self.suffix, self.draw, self.scale)
 
     def poisoned(
         self, k: int, over: dict[str, Any], estimator: str = "per_head", noise: str = "independent"
@@ -50,18 +52,14 @@ class Call:
         from latent_santa.kernels.operator import Call as Launches
 
         workspace = Workspace(over)
-        rest = (self.query, self.rows, self.teams, self.suffix, self.draw)
-        Launches(*rest, self.scale, k, estimator, noise, workspace)
+        Launches(self.step, Sampling(k, estimator, noise), workspace)
         workspace.poison()
         return workspace
 
     def twin(self, k: int, estimator: str = "per_head", noise: str = "independent") -> Output:
         """PyTorch's operator on float32 copies: the same numbers, without 16-bit rounding on the way."""
-        query = tuple(part.float() for part in self.query)
-        return sampled_attention(
-            query, self.rows, self.teams, self.suffix, self.draw, scale=self.scale, teams_per_head=k,
-            estimator=estimator, noise=noise,
-        )  # fmt: skip
+        step = replace(self.step, query=tuple(part.float() for part in self.query))
+        return sampled_attention(step, Sampling(k, estimator, noise))
 
 
 def make_call(

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from latent_santa import attention
-from latent_santa.attention import Suffix, dense_attention, sampled_attention, union_rows
+from latent_santa import estimator as operator_module
+from latent_santa.estimator import dense_attention, sampled_attention, union_rows
 from latent_santa.noise import gumbel_noise
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows, scores
+from latent_santa.step import Sampling, Suffix
 from latent_santa.teams import build_centroids, build_teams
 
 from . import reference as ref
@@ -31,7 +32,7 @@ SUFFIXES = {
     "padded": {"suffix": 3, "hidden": ((0, 0), (0, 1), (2, 1))},
 }
 LENGTHS = (21, 34, 9)
-MERGED = attention._merged
+MERGED = operator_module._merged
 
 
 def assert_equals_reference(case, output, k, estimator, noise, method="santa++", tolerance=1e-5):
@@ -51,9 +52,9 @@ def assert_equals_reference(case, output, k, estimator, noise, method="santa++",
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_halves_of_the_union_give_what_the_whole_gives(layout, suffix, estimator, monkeypatch):
     """Half of the room for rows is unused in the shortest sequence: its second half may hold no row at all."""
-    monkeypatch.setattr(attention, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(operator_module, "ROWS_AT_ONCE", 1)
     merged = []
-    monkeypatch.setattr(attention, "_merged", lambda pieces: merged.append(len(pieces)) or MERGED(pieces))
+    monkeypatch.setattr(operator_module, "_merged", lambda pieces: merged.append(len(pieces)) or MERGED(pieces))
     for seed in range(2):
         case = make_case(lengths=LENGTHS, seed=seed, **LAYOUTS[layout], **SUFFIXES[suffix])
         for k in (2, 5):
@@ -99,7 +100,7 @@ def test_centroid_routing_equals_the_reference(estimator):
     length = case.prompt.shape[1]
     parents = contiguous_parents(case.prompt, 4)
     teams = build_centroids(Rows(case.frozen, case.frozen[0]), parents)
-    k = ref.centroid_budget(13, 4, teams.teams)
+    k = ref.centroid_budget(13, 4, teams.M)
     assert k == 3
     case = replace(case, teams=teams)
     output = case.run(k, estimator)
@@ -311,10 +312,8 @@ def test_suffix_need_not_be_the_last_rows():
     moved_rows = Rows(tuple(part[:, :, order] for part in case.rows.keys), case.rows.values[:, :, order])
     team = torch.full((1, 1, 24), -1, dtype=torch.int32)
     team[:, :, 2:22] = case.teams.team_of_row
-    moved = sampled_attention(
-        case.query, moved_rows, replace(case.teams, team_of_row=team[:, :, :22]), Suffix(inverse[case.suffix.index]),
-        case.draw, scale=case.scale, teams_per_head=3,
-    )  # fmt: skip
+    teams, suffix = replace(case.teams, team_of_row=team[:, :, :22]), Suffix(inverse[case.suffix.index])
+    moved = sampled_attention(replace(case.step, rows=moved_rows, teams=teams, suffix=suffix), Sampling(3))
     still = case.run(3)
     torch.testing.assert_close(moved.out, still.out)
     torch.testing.assert_close(moved.lse, still.lse)

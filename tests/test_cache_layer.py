@@ -274,7 +274,7 @@ def test_three_turns_group_new_teams_beside_the_old(model):
     assert layer.grouped.exact == ((40, 44), (66, 80)) and layer.grouped.stop == 89
     for old, new in zip(teams[:-1], teams[1:], strict=True):
         for a, b in zip(old, new, strict=True):
-            m = a.teams
+            m = a.M
             assert b.team_of_row[..., : a.length].equal(a.team_of_row)
             assert b.representative[..., :m].equal(a.representative)
             assert all(x.equal(y[:, :, :m]) for x, y in zip(a.routing_keys, b.routing_keys, strict=True))

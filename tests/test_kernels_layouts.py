@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
-from latent_santa.attention import Suffix
 from latent_santa.kernels import Workspace, draws
 from latent_santa.rows import Rows
+from latent_santa.step import Suffix
 
 from .kernel_cases import check, make_call
 
@@ -22,7 +22,7 @@ if not draws.INTERPRETED.value:
 
 def test_one_team_and_no_suffix() -> None:
     call = make_call("gqa", heads=2, lengths=(9,), dims=(16,), suffix=0, representatives=1, dtype=torch.float16)
-    assert call.teams.teams == 1
+    assert call.teams.M == 1
     check(call, 1, shares=1)
 
 

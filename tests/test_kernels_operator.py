@@ -14,7 +14,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
-from latent_santa.attention import Suffix
 from latent_santa.kernels import Workspace, draws, operator, sampled_attention, unsupported
 from latent_santa.kernels.plan import (
     MOST_PLANS,
@@ -32,6 +31,7 @@ from latent_santa.parents import contiguous_parents
 from latent_santa.quantise import quantise, quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.sampling import log_inclusion
+from latent_santa.step import Sampling, Suffix
 from latent_santa.teams import build_teams, join_teams
 
 from .cases import make_case
@@ -201,10 +201,7 @@ def test_equal_scores_select_the_lower_teams_and_exactly_k(coarse: int) -> None:
 def test_the_float64_reference(layout: str, estimator: str) -> None:
     case = make_case(layout, heads=2, groups=1, lengths=(21, 13), suffix=3, hidden=((1, 0),), dtype=torch.float32)
     workspace = Workspace({**SMALL, "shares": 2})
-    got = sampled_attention(
-        case.query, case.rows, case.teams, case.suffix, case.draw, scale=case.scale, teams_per_head=3,
-        estimator=estimator, workspace=workspace,
-    )  # fmt: skip
+    got = sampled_attention(case.step, Sampling(3, estimator), workspace)
     for b in range(2):
         want = case.reference(b, 0, 3, estimator)
         np.testing.assert_allclose(got.out[b, 0].numpy(), want.outputs, rtol=1e-4, atol=1e-5)
@@ -237,7 +234,7 @@ def test_step_key_and_suffix_are_read_on_each_call() -> None:
     call = make_call("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16)
     workspace = Workspace(SMALL)
     first = call.kernels(2, workspace).out.clone()
-    call.draw.step += 1
+    call.draw.step.add_(1)
     second = call.kernels(2, workspace)
     compare(second, call.twin(2), ROUNDING)
     workspace.poison()

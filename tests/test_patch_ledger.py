@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
 
 import latent_santa
+from latent_santa.backends import BACKENDS, TorchBackend
 from latent_santa.noise import noise_keys
-from latent_santa.patches import attention as patched_attention
+from latent_santa.rows import Rows
+from latent_santa.step import DecodeStep, Output, Sampling
 
 from . import reference as ref
 from .tiny_models import cache_of, generate, padded, prompt, tiny_model
@@ -16,6 +21,12 @@ from .tiny_models import cache_of, generate, padded, prompt, tiny_model
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
 LENGTHS = [19, 40]
 COUNTS = ("routing", "union", "suffix", "dense")
+
+
+class Noted(NamedTuple):
+    step: DecodeStep
+    sampling: Sampling
+    output: Output
 
 
 @pytest.fixture(scope="module", params=["deepseek_v2-yarn", "qwen2"])
@@ -26,21 +37,24 @@ def model(request):
 @pytest.fixture
 def calls(monkeypatch):
     """Arguments and outputs of every sampled call, taken at the seam between a model's layer and the estimator."""
-    noted, sampled = [], patched_attention.sampled_attention
+    noted = []
 
-    def record(query, rows, teams, suffix, draw, **options):
-        output = sampled(query, rows, teams, suffix, draw, **options)
-        keys = torch.cat(rows.keys, -1)  # a copy, as later calls write rows in place
-        noted.append((torch.cat(query, -1), keys, rows.values.clone(), teams, suffix, draw, options, output))
-        return output
+    class Recording(TorchBackend):
+        def sampled_attention(self, step, sampling):
+            output = super().sampled_attention(step, sampling)
+            keys = tuple(part.clone() for part in step.rows.keys)  # copies, as later calls write rows in place
+            noted.append(Noted(replace(step, rows=Rows(keys, step.rows.values.clone())), sampling, output))
+            return output
 
-    monkeypatch.setattr(patched_attention, "sampled_attention", record)
+    monkeypatch.setitem(BACKENDS, "torch", Recording)
     return noted
 
 
 def reference_output(call, b, g, seed, sequence_key, estimator, shared):
     """Algorithm 1 for one sequence and group, from the call's team records, rows and query alone."""
-    query, keys, values, teams, suffix, draw, options, _ = call
+    step, teams, suffix, draw = call.step, call.step.teams, call.step.suffix, call.step.draw
+    query, keys = torch.cat(step.query, -1), torch.cat(step.rows.keys, -1)
+    values = step.rows.values
     members = teams.members[b, g].tolist()
     records = []
     for start, size, place in zip(
@@ -53,9 +67,9 @@ def reference_output(call, b, g, seed, sequence_key, estimator, shared):
     if suffix.visible is not None:
         exact = [i for i, seen in zip(exact, suffix.visible[b].tolist(), strict=True) if seen]
     heads = query.shape[2]
-    step = sum(len(team.members) for team in records) + len(exact)
+    seen = sum(len(team.members) for team in records) + len(exact)
     key = noise_keys(seed, [sequence_key], "cpu")[0].tolist()
-    noise = [[ref.gumbel(key, step, draw.layer, g, h, t, shared) for t in range(len(records))] for h in range(heads)]
+    noise = [[ref.gumbel(key, seen, draw.layer, g, h, t, shared) for t in range(len(records))] for h in range(heads)]
     result = ref.attention_group(
         query[b, g].double().numpy(),
         keys[b, g].double().numpy(),
@@ -63,7 +77,7 @@ def reference_output(call, b, g, seed, sequence_key, estimator, shared):
         records,
         routing_keys,
         exact,
-        options["scale"],
+        step.scale,
         4,
         np.array(noise),
         estimator,
@@ -82,12 +96,12 @@ def test_every_number_is_recomputed_from_the_teams(model, calls, estimator, shar
         output = generate(model, ids, 3, attention_mask=mask)
         per_step, per_layer = santa.access.per_step(), santa.access.per_layer()
         per_sequence, totals = santa.access.per_sequence(), santa.access.totals()
-    groups = calls[0][0].shape[1]
-    assert len(calls) == 6 and [call[5].layer for call in calls] == [0, 1] * 3
+    groups = calls[0].step.groups
+    assert len(calls) == 6 and [call.step.draw.layer for call in calls] == [0, 1] * 3
     wanted = np.zeros((3, 2, 2, groups, 4), dtype=int)  # step, layer, sequence, group, count
     for number, call in enumerate(calls):
         step, layer = divmod(number, 2)
-        assert call[3] is cache_of(output).layers[layer].grouped.teams
+        assert call.step.teams is cache_of(output).layers[layer].grouped.teams
         for b, length in enumerate(LENGTHS):
             first = 40 - length
             for g in range(groups):
@@ -96,8 +110,8 @@ def test_every_number_is_recomputed_from_the_teams(model, calls, estimator, shar
                 assert exact == list(range(40, 40 + step))
                 assert result.counts.dense == length + step
                 wanted[step, layer, b, g] = result.counts
-                np.testing.assert_allclose(call[7].out[b, g].numpy(), result.outputs, rtol=2e-4, atol=2e-5)
-                np.testing.assert_allclose(call[7].lse[b, g].numpy(), result.lse, rtol=1e-5, atol=2e-5)
+                np.testing.assert_allclose(call.output.out[b, g].numpy(), result.outputs, rtol=2e-4, atol=2e-5)
+                np.testing.assert_allclose(call.output.lse[b, g].numpy(), result.lse, rtol=1e-5, atol=2e-5)
     assert [[entry[name] for name in COUNTS] for entry in per_step] == wanted.sum((1, 2, 3)).tolist()
     assert [[entry[name] for name in COUNTS] for entry in per_layer] == wanted.sum((0, 2, 3)).tolist()
     assert [[entry[name] for name in COUNTS] for entry in per_sequence] == wanted.sum((0, 1, 3)).tolist()
@@ -130,10 +144,10 @@ def test_teams_are_algorithm_2_on_the_cached_rows(model):
 def test_the_replayed_row_is_a_team_member_and_no_suffix(model, calls):
     with latent_santa.patch(model, **SMALL) as santa:
         output = generate(model, prompt(30), 2)
-        assert [step["suffix"] for step in santa.access.per_step()] == [0, santa.layers * calls[0][0].shape[1]]
-        assert santa.access.per_step()[0]["dense"] == 30 * santa.layers * calls[0][0].shape[1]
-    first = calls[0]
-    assert first[1].shape[2] == 30 and first[4].index.numel() == 0 and first[5].step.tolist() == [30]
+        assert [step["suffix"] for step in santa.access.per_step()] == [0, santa.layers * calls[0].step.groups]
+        assert santa.access.per_step()[0]["dense"] == 30 * santa.layers * calls[0].step.groups
+    first = calls[0].step
+    assert first.rows.length == 30 and first.suffix.index.numel() == 0 and first.draw.step.tolist() == [30]
     for layer in cache_of(output).layers:
         assert (layer.grouped.teams.team_of_row[..., 29] >= 0).all()
         assert layer.get_seq_length() == 31

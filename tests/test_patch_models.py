@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import latent_santa
-from latent_santa.patches import attention as patched_attention
+from latent_santa.backends import BACKENDS, TorchBackend
 
 from .tiny_models import FAMILIES, assert_close, assert_same, cache_of, generate, prompt, tiny_model
 
@@ -143,13 +143,14 @@ def test_up_projection_is_what_the_module_computes():
 
 
 def test_scores_use_the_modules_scaling(monkeypatch):
-    scales, sampled = [], patched_attention.sampled_attention
+    scales = []
 
-    def noted(*args, **kwargs):
-        scales.append(kwargs["scale"])
-        return sampled(*args, **kwargs)
+    class Noting(TorchBackend):
+        def sampled_attention(self, step, sampling):
+            scales.append(step.scale)
+            return super().sampled_attention(step, sampling)
 
-    monkeypatch.setattr(patched_attention, "sampled_attention", noted)
+    monkeypatch.setitem(BACKENDS, "torch", Noting)
     model = tiny_model("deepseek_v2-yarn")
     with latent_santa.patch(model, **SMALL):
         generate(model, prompt(20), 2)

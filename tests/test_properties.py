@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from latent_santa import AccessLedger, SantaConfig
 from latent_santa.access import MLA_UNIT
-from latent_santa.attention import Draw, Suffix, dense_attention, sampled_attention, santa_attention
+from latent_santa.estimator import dense_attention, sampled_attention, santa_attention
 from latent_santa.noise import noise_keys
 from latent_santa.parents import form_parents
 from latent_santa.rows import Rows
 from latent_santa.sampling import select
+from latent_santa.step import DecodeStep, Draw, Sampling, Suffix
 from latent_santa.teams import Teams, build_centroids, build_teams, join_teams
 
 from .cases import check_records, team_lists
@@ -148,8 +149,10 @@ def test_counts_add_up(drawn, k, suffix, estimator, shared):
     exact = Suffix(torch.arange(length, length + suffix))
     visible = member.sum(-1) + suffix
     draw = Draw(noise_keys(k, range(batch), "cpu"), visible, 0)
-    options = {"scale": 1.0, "estimator": estimator, "noise": "shared" if shared else "independent"}
-    output = sampled_attention(query, rows, teams, exact, draw, teams_per_head=k, **options)
+    sampling = Sampling(k, estimator, "shared" if shared else "independent")
+    seen = torch.nn.functional.pad(member, (0, suffix), value=True)
+    step = DecodeStep(query, rows, teams, exact, draw, 1.0, seen)
+    output = sampled_attention(step, sampling)
     assert bool(output.out.isfinite().all()) and bool(output.lse[visible > 0].isfinite().all())
     assert output.suffix.tolist() == [[suffix] * groups] * batch
     held = member.sum(-1)[:, None].expand(-1, groups)
@@ -157,12 +160,11 @@ def test_counts_add_up(drawn, k, suffix, estimator, shared):
     assert bool((output.union >= teams.count.clamp_max(k)).all())  # a team has a row of its own
     assert bool((output.union[teams.count <= k] == held[teams.count <= k]).all())
     assert bool((output.union <= teams.most_rows(3 * k)).all())
-    padded = torch.nn.functional.pad(member, (0, suffix), value=False)
-    single = santa_attention(query, rows, padded, exact, draw, samples=k, **options)
+    single = santa_attention(step, sampling)
     assert bool((single.union >= held.clamp_max(k)).all()) and bool((single.union <= held.clamp_max(3 * k)).all())
     assert single.routing.equal(visible[:, None].expand(-1, groups))
-    out, lse = dense_attention(query, rows, torch.nn.functional.pad(member, (0, suffix), value=True), 1.0)
-    exactly = sampled_attention(query, rows, teams, exact, draw, teams_per_head=100, **options)
+    out, lse = dense_attention(query, rows, seen, 1.0)
+    exactly = sampled_attention(step, replace(sampling, k=100))
     torch.testing.assert_close(exactly.out, out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(exactly.lse, lse, rtol=1e-5, atol=1e-5)
     ledger = AccessLedger()

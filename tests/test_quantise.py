@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from latent_santa.attention import sampled_attention
+from latent_santa.estimator import sampled_attention
 from latent_santa.quantise import QuantisedKeys, quantise, quantise_parts, scale_group
+from latent_santa.step import DecodeStep, Sampling
 
 from .cases import Case, make_case
 from .kernel_cases import make_call
@@ -111,19 +112,7 @@ def test_teams_route_by_quantised_keys(estimator: str) -> None:
     held: Any = quantise_parts(case.teams.routing_keys, "int8")
     plain = replace(case.teams, routing_keys=tuple(part.float() for part in held))
     coarse = replace(case.teams, routing_keys=held)
-    results = [
-        sampled_attention(
-            case.query,
-            case.rows,
-            teams,
-            case.suffix,
-            case.draw,
-            scale=case.scale,
-            teams_per_head=4,
-            estimator=estimator,
-        )  # fmt: skip
-        for teams in (plain, coarse)
-    ]
+    results = [sampled_attention(replace(case.step, teams=teams), Sampling(4, estimator)) for teams in (plain, coarse)]
     assert torch.equal(results[0].out, results[1].out)
     assert coarse.bytes() < case.teams.bytes()
     picked = coarse.select_batch(torch.tensor([1, 1, 0]))
@@ -144,10 +133,8 @@ def test_the_estimate_stays_unbiased_under_four_bit_routing() -> None:
     rows = replace(rows, values=case.rows.values.expand(batch, -1, -1, -1))
     draw = replace(case.draw, key=torch.arange(2 * batch).view(batch, 2), step=case.draw.step.expand(batch))
     for estimator in ("per_head", "pooled"):
-        got = sampled_attention(
-            tuple(q.expand(batch, -1, -1, -1) for q in query), rows, wide, case.suffix, draw, scale=case.scale,
-            teams_per_head=5, estimator=estimator,
-        )  # fmt: skip
+        wanted = tuple(q.expand(batch, -1, -1, -1) for q in query)
+        got = sampled_attention(DecodeStep(wanted, rows, wide, case.suffix, draw, case.scale), Sampling(5, estimator))
         logits = (query[0] @ keys[0].transpose(-1, -2) * case.scale)[0, 0]
         mass = got.lse[:, 0].double().exp()
         total = got.out[:, 0].double() * mass[..., None]

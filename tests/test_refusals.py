@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 import latent_santa
-from latent_santa.patches import backend
+from latent_santa import backends
 
 from .test_patch_lifecycle import SMALL, snapshot
 from .tiny_models import LATENT, assert_same, cache_name, filled_cache, generate, prompt, scaled_up, tiny_model
@@ -255,8 +255,8 @@ def test_triton_on_the_cpu(model, monkeypatch):
 
 
 def test_auto_backend_says_once_why_it_takes_torch(caplog):
-    backend._say_once.cache_clear()
+    backends._say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "latent_santa"):
-        backend._say_once("the reason")
-        backend._say_once("the reason")
-    assert [r.getMessage() for r in caplog.records] == ['backend="auto": the reason; PyTorch\'s operators are used']
+        backends._say_once("the reason")
+        backends._say_once("the reason")
+    assert [r.getMessage() for r in caplog.records] == ['backend="auto": the reason; PyTorch runs instead']

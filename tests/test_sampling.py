@@ -190,7 +190,7 @@ def test_routing_scores():
     case = make_case("mla", heads=3, lengths=(13, 6), seed=4)
     teams: Teams = case.teams
     phi = routing_scores(case.query, teams, case.scale)
-    assert phi.shape == (2, 1, 3, teams.teams) and phi.dtype == torch.float32
+    assert phi.shape == (2, 1, 3, teams.M) and phi.dtype == torch.float32
     for b in range(2):
         count = int(teams.count[b, 0])
         for h, t in itertools.product(range(3), range(count)):
@@ -199,4 +199,4 @@ def test_routing_scores():
             expected = math.log(int(teams.sizes[b, 0, t])) + case.scale * dot
             assert float(phi[b, 0, h, t]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
         assert bool((phi[b, :, :, count:] == -math.inf).all())
-    assert int(teams.count[1, 0]) < teams.teams
+    assert int(teams.count[1, 0]) < teams.M

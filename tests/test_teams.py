@@ -288,7 +288,7 @@ def test_select_batch():
     check_records(picked, member[index])
     # after a selection M may be larger than needed, and the bound looser, but never too small
     few = joined.select_batch(torch.tensor([0]))
-    assert few.teams == joined.teams and few.most_rows(3) >= int(few.sizes.sort(-1).values[..., -3:].sum(-1).max())
+    assert few.M == joined.M and few.most_rows(3) >= int(few.sizes.sort(-1).values[..., -3:].sum(-1).max())
 
 
 def test_most_rows_is_reached():

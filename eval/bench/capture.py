@@ -7,31 +7,32 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import latent_santa
-from latent_santa.attention import Output, sampled_attention
+from latent_santa.backends import BACKENDS, TorchBackend
 from latent_santa.eval.bench.workload import Workload
 from latent_santa.eval.errors import EvalError
-from latent_santa.patches import attention
+from latent_santa.step import DecodeStep, Output, Sampling
 
 
 @contextmanager
 def recording(layer: int, found: list[Workload], source: str) -> Iterator[None]:
     """While active, sparse calls run in PyTorch, and those of ``layer`` leave their arguments in ``found``."""
-    original = attention.triton_attention
 
-    def record(query: tuple[Tensor, ...], rows: Any, teams: Any, suffix: Any, draw: Any, **options: Any) -> Output:
-        if draw.layer == layer:
-            layout = "mla" if len(rows.keys) == 2 else "gqa"
-            found[:] = [Workload(layout, query, rows, teams, suffix, draw, options["scale"], source)]
-        return sampled_attention(query, rows, teams, suffix, draw, **options)
+    class Recording(TorchBackend):
+        def sampled_attention(self, step: DecodeStep, sampling: Sampling) -> Output:
+            if step.draw.layer == layer and step.teams is not None:
+                layout = "mla" if len(step.rows.keys) == 2 else "gqa"
+                parts = (step.query, step.rows, step.teams, step.suffix, step.draw, step.scale)
+                found[:] = [Workload(layout, *parts, source)]
+            return super().sampled_attention(step, sampling)
 
-    attention.triton_attention = lambda *arguments: record
+    original = BACKENDS["torch"]
+    BACKENDS["torch"] = Recording
     try:
         yield
     finally:
-        attention.triton_attention = original
+        BACKENDS["torch"] = original
 
 
 def capture(model: Any, ids: list[int], layer: int | None, steps: int, source: str, **settings: Any) -> Workload:
@@ -46,7 +47,7 @@ def capture(model: Any, ids: list[int], layer: int | None, steps: int, source: s
         EvalError: the layer does not exist, or its attention never was sparse.
     """
     found: list[Workload] = []
-    with latent_santa.patch(model, **settings) as santa:
+    with latent_santa.patch(model, **{**settings, "backend": "torch"}) as santa:
         layer = santa.layers // 2 if layer is None else layer
         if not 0 <= layer < santa.layers:
             raise EvalError(f"--layer {layer}: the model has layers 0 to {santa.layers - 1}")

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from latent_santa.attention import Output, sampled_attention
+from latent_santa.estimator import sampled_attention
 from latent_santa.eval.bench.baselines import baselines
 from latent_santa.eval.bench.goals import goal_of
 from latent_santa.eval.bench.timing import Launch, ratio_interval
 from latent_santa.eval.bench.workload import Workload
 from latent_santa.kernels import Workspace
 from latent_santa.quantise import QuantisedKeys, quantise_parts
+from latent_santa.step import Output, Sampling
 
 # the PyTorch twin of a check keeps scores and noise of all heads and teams
 MOST_CHECKED = 1 << 27
@@ -39,6 +40,10 @@ class Setting:
     routing_dtype: str = "model"
 
     @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.k, self.estimator, self.noise)
+
+    @property
     def name(self) -> str:
         parts = [self.estimator.replace("_", " "), f"K={self.k}"]
         parts += [self.noise] if self.noise != "independent" else []
@@ -57,10 +62,7 @@ def operator(w: Workload, setting: Setting, workspace: Workspace) -> Callable[[]
     from latent_santa.kernels import sampled_attention as kernels
 
     def launch() -> Output:
-        return kernels(
-            w.query, w.rows, w.teams, w.suffix, w.draw, scale=w.scale, teams_per_head=setting.k,
-            estimator=setting.estimator, noise=setting.noise, workspace=workspace,
-        )  # fmt: skip
+        return kernels(w.step, setting.sampling, workspace)
 
     return launch
 
@@ -69,9 +71,7 @@ def stages(w: Workload, setting: Setting, workspace: Workspace) -> dict[str, Lau
     """The operator's launches one by one, over what the whole operator left in the workspace."""
     from latent_santa.kernels.operator import Call
 
-    call = Call(
-        w.query, w.rows, w.teams, w.suffix, w.draw, w.scale, setting.k, setting.estimator, setting.noise, workspace
-    )
+    call = Call(w.step, setting.sampling, workspace)
     named: dict[str, Launch] = {} if call.everything else {"route": call.route, "select": call.select}
     if not call.everything and call.pooled:
         named["pool"] = call.pool
@@ -82,7 +82,7 @@ def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]
     """Bytes that the method must read: routing keys with their team sizes, the union's rows and the suffix's."""
     keys = w.teams.routing_keys
     teams = int(w.teams.count.sum())
-    padded = w.batch * w.groups * w.teams.teams
+    padded = w.batch * w.groups * w.teams.M
     held = sum(p.bytes() if isinstance(p, QuantisedKeys) else p.numel() * p.element_size() for p in keys)
     routing = held * teams // padded + 4 * teams
     return {"routing": routing, "union": union_rows * w.row_bytes, "suffix": suffix_rows * w.row_bytes}
@@ -91,12 +91,9 @@ def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]
 def checked(w: Workload, setting: Setting, launch: Callable[[], Output]) -> tuple[Output, float | None]:
     """The operator's output, and its largest relative error against the PyTorch twin where that fits in memory."""
     got = launch()
-    if w.batch * w.groups * w.heads * w.teams.teams > MOST_CHECKED:
+    if w.batch * w.groups * w.heads * w.teams.M > MOST_CHECKED:
         return got, None
-    want = sampled_attention(
-        tuple(part.float() for part in w.query), w.rows, w.teams, w.suffix, w.draw, scale=w.scale,
-        teams_per_head=setting.k, estimator=setting.estimator, noise=setting.noise,
-    )  # fmt: skip
+    want = sampled_attention(replace(w.step, query=tuple(part.float() for part in w.query)), setting.sampling)
     error = (got.out - want.out).norm(dim=-1) / want.out.norm(dim=-1)
     return got, float(error.max())
 

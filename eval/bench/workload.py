@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latent_santa.attention import Draw, Suffix
 from latent_santa.eval.errors import EvalError
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows
+from latent_santa.step import DecodeStep, Draw, Suffix
 from latent_santa.teams import Teams, build_teams
 
 MLA_DIMS = (512, 64)
@@ -32,6 +32,11 @@ class Workload:
     draw: Draw
     scale: float
     source: str
+
+    @property
+    def step(self) -> DecodeStep:
+        """The workload as the operators' argument."""
+        return DecodeStep(self.query, self.rows, self.teams, self.suffix, self.draw, self.scale)
 
     @property
     def batch(self) -> int:
@@ -126,7 +131,7 @@ def synthetic(
 
 def stacked(built: list[Teams]) -> Teams:
     """Records of single sequences as one batch, padded to the largest team count."""
-    most = max(t.teams for t in built)
+    most = max(t.M for t in built)
 
     def join(name: str, fill: int) -> Tensor:
         parts = [getattr(t, name) for t in built]
@@ -134,7 +139,7 @@ def stacked(built: list[Teams]) -> Teams:
         return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts])
 
     def keys_of(i: int) -> Tensor:
-        parts = [(t.routing_keys[i], t.teams) for t in built]
+        parts = [(t.routing_keys[i], t.M) for t in built]
         padded = [torch.nn.functional.pad(p, (0, 0, 0, most - n)) for p, n in parts if isinstance(p, Tensor)]
         return torch.cat(padded)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from latent_santa.attention import Output
 from latent_santa.kernels import Workspace
+from latent_santa.step import Output
 
 from ..kernel_cases import Call, compare, make_call
 
@@ -179,10 +179,10 @@ def captured(call: Call, k: int, workspace: Workspace, estimator: str) -> tuple[
 def test_a_graph_of_a_call_that_selects_every_team() -> None:
     call = make_call(heads=16, lengths=(300,), dtype=torch.bfloat16, device="cuda", **MLA)
     workspace = Workspace()
-    graph, held = captured(call, call.teams.teams, workspace, "per_head")
+    graph, held = captured(call, call.teams.M, workspace, "per_head")
     workspace.poison()
     graph.replay()
-    compare(held, call.twin(call.teams.teams), EXACT)
+    compare(held, call.twin(call.teams.M), EXACT)
 
 
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])

@@ -2,77 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from .noise import gumbel_noise
 from .rows import Rows, scores
 from .sampling import Selection, routing_scores, select
+from .step import DecodeStep, Output, Sampling, Suffix
 from .teams import Teams
 
 # more rows of the union than these are copied in float32 in two halves: decoding's memory peaks there
 ROWS_AT_ONCE = 2048
-
-
-@dataclass
-class Draw:
-    """What a decoding call's noise is keyed by (see :mod:`latent_santa.noise`).
-
-    Attributes:
-        key: ``(B, 2)`` int64 Philox keys.
-        step: ``(B,)`` int64, rows each sequence can see at this call.
-        layer: layer index.
-        made: the draws themselves, ``(B, G, H, at least M)`` float32, where the caller made several layers' at once.
-    """
-
-    key: Tensor
-    step: Tensor
-    layer: int
-    made: Tensor | None = None
-
-    def gumbels(self, groups: int, heads: int, teams: int, shared: bool) -> Tensor:
-        """The call's Gumbel noise, ``(B, G, H, M)`` float32."""
-        if self.made is not None:
-            return self.made[..., :teams]
-        return gumbel_noise(self.key, self.step, self.layer, groups, heads, teams, shared)
-
-
-@dataclass
-class Output:
-    """Result of one decoding call.
-
-    Attributes:
-        out: ``(B, G, H, V)`` float32, the normalised estimate; in latent space for MLA.
-        lse: ``(B, G, H)`` float32, log of the unnormalised mass Z-hat, so that ``out * exp(lse)`` is U-hat.
-        routing, union, suffix: ``(B, G)`` int64 row counts of the access ledger.
-    """
-
-    out: Tensor
-    lse: Tensor
-    routing: Tensor
-    union: Tensor
-    suffix: Tensor
-
-
-@dataclass
-class Suffix:
-    """Rows attended exactly: those generated since the prompt was grouped.
-
-    Attributes:
-        index: ``(E,)`` int64 cache rows, the same for every sequence; E may be 0.
-        visible: ``(B, E)`` bool, False for padding rows, or None when all are real.
-    """
-
-    index: Tensor
-    visible: Tensor | None = None
-
-    def counts(self, batch: int) -> Tensor:
-        """Real suffix rows of each sequence, ``(B,)`` int64."""
-        if self.visible is None:
-            return torch.full((batch,), self.index.numel(), dtype=torch.int64, device=self.index.device)
-        return self.visible.sum(-1)
 
 
 def _combine(logits: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,37 +56,17 @@ def union_rows(union: Tensor, teams: Teams, capacity: int) -> Tensor:
     return rows.scatter_(2, place, index)[..., :capacity]
 
 
-def sampled_attention(
-    query: tuple[Tensor, ...],
-    rows: Rows,
-    teams: Teams,
-    suffix: Suffix,
-    draw: Draw,
-    *,
-    scale: float,
-    teams_per_head: int,
-    estimator: str = "per_head",
-    noise: str = "independent",
-) -> Output:
-    """SANTA++ for one decoding call (Algorithm 1), or its pooled form.
-
-    Args:
-        query: parts ``(B, G, H, D_i)``.
-        rows: current cache.
-        teams: frozen team records of the prompt.
-        suffix: rows attended exactly.
-        draw: what the noise is keyed by.
-        scale: the attention module's scaling.
-        teams_per_head: K before the cap by the number of teams.
-        estimator, noise: as in :class:`SantaConfig`.
-    """
-    phi = routing_scores(query, teams, scale)
-    batch, groups, heads, count = phi.shape
-    shared = noise == "shared"
-    gumbels = draw.gumbels(groups, heads, count, shared)
-    picked = select(phi, gumbels, teams_per_head, estimator, shared)
-    out, lse, union = attend_selected(query, rows, teams, suffix, picked, scale, heads * teams_per_head)
-    return Output(out, lse, picked.routing, union, suffix.counts(batch)[:, None].expand(-1, groups))
+def sampled_attention(step: DecodeStep, sampling: Sampling) -> Output:
+    """SANTA++ for one decoding step of one layer (Algorithm 1), or its pooled form."""
+    teams = step.teams
+    assert teams is not None, "this estimator samples teams"
+    phi = routing_scores(step.query, teams, step.scale)
+    gumbels = step.draw.gumbels(step.groups, step.heads, teams.M, sampling.shared)
+    picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
+    out, lse, union = attend_selected(
+        step.query, step.rows, teams, step.suffix, picked, step.scale, step.heads * sampling.k
+    )
+    return Output(out, lse, picked.routing, union, step.suffix.counts(step.batch)[:, None].expand(-1, step.groups))
 
 
 def attend_selected(
@@ -188,35 +107,23 @@ def attend_selected(
     return out, lse, (index >= 0).sum(-1)
 
 
-def santa_attention(
-    query: tuple[Tensor, ...],
-    rows: Rows,
-    prompt: Tensor,
-    suffix: Suffix,
-    draw: Draw,
-    *,
-    scale: float,
-    samples: int,
-    estimator: str = "per_head",
-    noise: str = "independent",
-) -> Output:
+def santa_attention(step: DecodeStep, sampling: Sampling) -> Output:
     """SANTA (Lee et al., 2026): every key is scored, single rows are sampled from the exact attention weights.
 
-    It is SANTA++ with one team a row whose representative is the row itself, under the same correction.
-
-    Args:
-        prompt: ``(B, N)`` bool, rows sampled from; the suffix is exact.
-        samples: S rows a head.
-
-    The other arguments are those of :func:`sampled_attention`. ``routing`` counts every visible row once.
+    It is SANTA++ with one team per row whose representative is the row itself, under the same correction. Rows outside
+    of the suffix are sampled, K of them per head. ``routing`` counts every visible row once.
     """
+    query, rows, suffix, scale = step.query, step.rows, step.suffix, step.scale
+    prompt = step.visible
+    if prompt is None:
+        prompt = torch.ones(step.batch, rows.length, dtype=torch.bool, device=rows.values.device)
+    prompt = prompt.index_fill(1, suffix.index, False)
     phi = scores(query, rows.keys, scale).masked_fill(~prompt[:, None, None], -torch.inf)
     batch, groups, heads, length = phi.shape
-    shared = noise == "shared"
     # a row's draw belongs to its place among real rows, so that padding does not move it
     rank = (prompt.long().cumsum(-1) - 1).clamp_min(0)[:, None, None].expand(-1, groups, heads, -1)
-    gumbels = draw.gumbels(groups, heads, length, shared).gather(3, rank)
-    picked = select(phi, gumbels, samples, estimator, shared)
+    gumbels = step.draw.gumbels(groups, heads, length, sampling.shared).gather(3, rank)
+    picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
     exact, values = _suffix_logits(query, rows, suffix, scale)
     logits = torch.cat((phi - picked.log_correction, exact), -1)
     out, lse = _combine(logits, rows.values.to(values.dtype), values)

@@ -1,0 +1,134 @@
+"""The one argument and the one result of the method: a decoding step of one layer, how it samples, what it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .noise import gumbel_noise
+from .rows import Rows
+from .teams import Teams
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What the noise of a step is keyed by (see :mod:`latent_santa.noise`).
+
+    Attributes:
+        key: ``(B, 2)`` int64 Philox keys.
+        step: ``(B,)`` int64, rows that each sequence sees at this step.
+        layer: layer index.
+        made: the draws themselves, ``(B, G, H, at least M)`` float32, where the caller made several layers' at once.
+    """
+
+    key: Tensor
+    step: Tensor
+    layer: int
+    made: Tensor | None = None
+
+    def gumbels(self, groups: int, heads: int, teams: int, shared: bool) -> Tensor:
+        """The step's Gumbel noise, ``(B, G, H, M)`` float32."""
+        if self.made is not None:
+            return self.made[..., :teams]
+        return gumbel_noise(self.key, self.step, self.layer, groups, heads, teams, shared)
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """Rows attended exactly: those generated since the prompt was grouped.
+
+    Attributes:
+        index: ``(E,)`` int64 cache rows, the same for every sequence; E may be 0.
+        visible: ``(B, E)`` bool, False for padding rows, or None when all are real.
+    """
+
+    index: Tensor
+    visible: Tensor | None = None
+
+    def counts(self, batch: int) -> Tensor:
+        """Real suffix rows of each sequence, ``(B,)`` int64."""
+        if self.visible is None:
+            return torch.full((batch,), self.index.numel(), dtype=torch.int64, device=self.index.device)
+        return self.visible.sum(-1)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One layer's attention for one new token of every sequence.
+
+    Attributes:
+        query: parts ``(B, G, H, D_i)``, one per key part of the rows.
+        rows: the current cache, N rows.
+        teams: the prompt's frozen team records, or None for a method that has none.
+        suffix: rows attended exactly.
+        draw: what the noise is keyed by.
+        scale: the attention module's own scaling.
+        visible: ``(B, N)`` bool, False for padding rows, or None when all are real.
+    """
+
+    query: tuple[Tensor, ...]
+    rows: Rows
+    teams: Teams | None
+    suffix: Suffix
+    draw: Draw
+    scale: float
+    visible: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        """B, sequences."""
+        return self.query[0].shape[0]
+
+    @property
+    def groups(self) -> int:
+        """G, sharing groups: 1 in MLA, the KV heads in GQA."""
+        return self.query[0].shape[1]
+
+    @property
+    def heads(self) -> int:
+        """H, query heads per sharing group."""
+        return self.query[0].shape[2]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a step samples teams.
+
+    Attributes:
+        k: K teams per head, before the cap by the number of teams (Equation 5).
+        estimator: ``"per_head"`` or ``"pooled"``.
+        noise: ``"independent"`` or ``"shared"``.
+    """
+
+    k: int
+    estimator: str = "per_head"
+    noise: str = "independent"
+
+    @property
+    def pooled(self) -> bool:
+        """Whether every head of a sharing group uses every team of the union."""
+        return self.estimator == "pooled"
+
+    @property
+    def shared(self) -> bool:
+        """Whether the heads of a sharing group take one draw per team."""
+        return self.noise == "shared"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Result of one decoding step of one layer.
+
+    Attributes:
+        out: ``(B, G, H, V)`` float32, the normalised estimate; in latent space for MLA.
+        lse: ``(B, G, H)`` float32, log of the unnormalised mass Z-hat, so that ``out * exp(lse)`` is U-hat.
+        routing, union, suffix: ``(B, G)`` int64 row counts of the access ledger.
+    """
+
+    out: Tensor
+    lse: Tensor
+    routing: Tensor
+    union: Tensor
+    suffix: Tensor
