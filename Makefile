@@ -53,7 +53,7 @@ grids:
 
 # needs one CUDA device; uses the python that is given
 train-tiny:
-	$(PYTHON) -m latent_santa.eval.tiny.train --resume
+	$(PYTHON) -m latent_santa.eval.tiny.training.train --resume
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -71,7 +71,7 @@ def test_a_file_that_holds_no_workload_is_named(tmp_path: Path, content: bytes |
 def test_capture_refuses_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, said: str
 ) -> None:
-    from latent_santa.eval import models
+    from latent_santa.eval.run import models
 
     monkeypatch.setattr(models, "load", None)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")

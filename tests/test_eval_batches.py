@@ -11,17 +11,17 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import latent_santa
-from latent_santa.eval import generation
 from latent_santa.eval.cli import main
-from latent_santa.eval.conditions import Condition, running_order
-from latent_santa.eval.evaluate import prefill_bytes
-from latent_santa.eval.models import ModelSpec
-from latent_santa.eval.processes import Processes
-from latent_santa.eval.progress import Progress
-from latent_santa.eval.render import Renderer, ids_sha256
-from latent_santa.eval.rows import make_row
-from latent_santa.eval.runner import Runner, batches
-from latent_santa.eval.store import Prompt, Store
+from latent_santa.eval.commands.evaluate import prefill_bytes
+from latent_santa.eval.run import generation
+from latent_santa.eval.run.conditions import Condition, running_order
+from latent_santa.eval.run.models import ModelSpec
+from latent_santa.eval.run.processes import Processes
+from latent_santa.eval.run.progress import Progress
+from latent_santa.eval.run.render import Renderer, ids_sha256
+from latent_santa.eval.run.runner import Runner, batches
+from latent_santa.eval.run.store import Prompt, Store
+from latent_santa.eval.sources.samples import make_sample
 from latent_santa.patches import grouping
 from latent_santa.patches.prefill_store import PrefillStore
 from latent_santa.patches.team_store import TeamStore
@@ -61,7 +61,7 @@ def make_prompts(renderer, n=5):
     for task, cap in CAPS.items():
         for i in range(n):
             text = f"Flight {i} of {task}. " * (3 + 5 * i % 13) + "Which?"
-            row = make_row(task, i, text, ["zz", "qq"], max_new_tokens=cap, source="test")
+            row = make_sample(task, i, text, ["zz", "qq"], max_new_tokens=cap, source="test")
             ids = renderer.prompt(row, None)
             prompts.append(Prompt(row, len(ids), ids_sha256(ids)))
     return prompts
@@ -94,7 +94,7 @@ def handle(model):
     """The model patched, with end ids that let answers stop at different lengths."""
     with latent_santa.patch(model, **DENSE.overrides()) as santa:
         generation.make_greedy(model, tokenizer())
-        prompts = [Renderer(tokenizer()).encode(p.row.input, "") for p in make_prompts(Renderer(tokenizer()))]
+        prompts = [Renderer(tokenizer()).encode(p.sample.input, "") for p in make_prompts(Renderer(tokenizer()))]
         ends = []
         for place, ids in enumerate(prompts[:3]):
             output = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6)
@@ -268,7 +268,7 @@ def test_nothing_but_failures_stops_a_run_in_batches(tmp_path, model, handle, mo
 
 def test_batches_are_of_one_task_and_cap():
     prompts = make_prompts(Renderer(tokenizer()))
-    names = [[prompt.row.id for prompt in batch] for batch in batches(prompts, 4)]
+    names = [[prompt.sample.id for prompt in batch] for batch in batches(prompts, 4)]
     assert names == [[f"{task}/{i:06d}" for i in part] for task in CAPS for part in (range(4), range(4, 5))]
     assert [len(batch) for batch in batches(prompts, 1)] == [1] * 10
     assert [len(batch) for batch in batches(prompts, 100)] == [5, 5] and list(batches([], 3)) == []

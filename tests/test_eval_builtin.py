@@ -8,11 +8,11 @@ from itertools import permutations
 import pytest
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.render import Renderer
-from latent_santa.eval.rows import Row
+from latent_santa.eval.run.render import Renderer
 from latent_santa.eval.sources import builtin, counting, words
 from latent_santa.eval.sources.fitting import TooShort, largest_fit
 from latent_santa.eval.sources.haystack import open_haystack, split_sentences
+from latent_santa.eval.sources.samples import Sample
 from latent_santa.eval.sources.tasks import BUILTIN, OFFICIAL, mean_label, resolve_tasks
 from tests.eval_support import tokenizer
 
@@ -27,50 +27,50 @@ def count(user: str, prefix: str) -> int:
     return Renderer(tokenizer()).count(user, prefix)
 
 
-def rows(task: str, n: int, length: int, haystack=PROSE, seed: int = 42) -> list[Row]:
-    return list(builtin.rows(task, n, length, count, seed, haystack))
+def samples(task: str, n: int, length: int, haystack=PROSE, seed: int = 42) -> list[Sample]:
+    return list(builtin.samples(task, n, length, count, seed, haystack))
 
 
-def context(row: Row) -> str:
+def context(sample: Sample) -> str:
     """The user's turn without the question, its last line."""
-    return row.input.rpartition("\n")[0]
+    return sample.input.rpartition("\n")[0]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("task", BUILTIN)
 def test_fits_fills_and_keeps_its_promises(task, length):
-    for row in rows(task, 4, length):
-        used = count(row.input, row.answer_prefix) + row.max_new_tokens
+    for sample in samples(task, 4, length):
+        used = count(sample.input, sample.answer_prefix) + sample.max_new_tokens
         assert used <= length
         # At 256 tokens a sentence is a tenth of the prompt.
         small_units = length >= 1024 or (length >= 512 and task not in LONG_UNITS)
         assert used >= (0.9 if small_units else 0.8) * length
-        assert row.metric == BUILTIN[task].metric
-        assert row.max_new_tokens <= BUILTIN[task].max_new_tokens
-        assert row.source == "builtin"
-        question = row.input.rpartition("\n")[2]
-        assert question.endswith(("?", ".")) and not any(reference in question for reference in row.references)
-        assert not any(reference in row.answer_prefix for reference in row.references)
+        assert sample.metric == BUILTIN[task].metric
+        assert sample.max_new_tokens <= BUILTIN[task].max_new_tokens
+        assert sample.source == "builtin"
+        question = sample.input.rpartition("\n")[2]
+        assert question.endswith(("?", ".")) and not any(reference in question for reference in sample.references)
+        assert not any(reference in sample.answer_prefix for reference in sample.references)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("task", [t for t in BUILTIN if t.startswith("niah")])
 def test_needles_stand_once_and_keys_are_unique(task, length):
-    for row in rows(task, 3, length):
-        text = context(row)
+    for sample in samples(task, 3, length):
+        text = context(sample)
         found = re.findall(r"parcel code of (\S+) is (\S+)\.", text)
         values = [value for _, value in found]
         assert len(set(values)) == len(values)
-        assert all(values.count(reference) == 1 and text.count(reference) == 1 for reference in row.references)
+        assert all(values.count(reference) == 1 and text.count(reference) == 1 for reference in sample.references)
         keys = {key for key, _ in found}
-        asked = {key for key in keys if key in row.input.rpartition("\n")[2]}
-        assert {value for key, value in found if key in asked} == set(row.references)
+        asked = {key for key in keys if key in sample.input.rpartition("\n")[2]}
+        assert {value for key, value in found if key in asked} == set(sample.references)
         few = length < 512
         wanted = {"niah_multivalue": (1, 2 if few else 4), "niah_multiquery": (2 if few else 4,) * 2}.get(task)
         if wanted:
-            assert (len(asked), len(row.references)) == wanted
+            assert (len(asked), len(sample.references)) == wanted
         else:
-            assert (len(asked), len(row.references)) == (1, 1)
+            assert (len(asked), len(sample.references)) == (1, 1)
         if task != "niah_multivalue":
             assert len(keys) == len(found)
         if task in ("niah_multikey_2", "niah_multikey_3"):
@@ -79,48 +79,48 @@ def test_needles_stand_once_and_keys_are_unique(task, length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_other_tasks_mean_what_they_ask(length):
-    for row in rows("vt", 3, length):
-        value = re.search(r"number (\d{5})\? Name all of them\.$", row.input).group(1)
-        notes = re.findall(r"Box (\w+) gets (?:the number|a copy of box) (\w+)\.", context(row))
+    for sample in samples("vt", 3, length):
+        value = re.search(r"number (\d{5})\? Name all of them\.$", sample.input).group(1)
+        notes = re.findall(r"Box (\w+) gets (?:the number|a copy of box) (\w+)\.", context(sample))
         holds = {value}
         for box, what in notes:
             if what in holds:
                 holds.add(box)
-        assert holds - {value} == set(row.references)
-        assert len(row.references) == (5 if length >= 512 else 3)
-    for row in rows("cwe", 3, length):
-        entries = re.findall(r"\d+\. (\S+)", context(row).rpartition("Now the task.")[2])
+        assert holds - {value} == set(sample.references)
+        assert len(sample.references) == (5 if length >= 512 else 3)
+    for sample in samples("cwe", 3, length):
+        entries = re.findall(r"\d+\. (\S+)", context(sample).rpartition("Now the task.")[2])
         counts = sorted(((entries.count(word), word) for word in set(entries)), reverse=True)
-        top = counts[: len(row.references)]
-        assert {word for _, word in top} == set(row.references)
+        top = counts[: len(sample.references)]
+        assert {word for _, word in top} == set(sample.references)
         assert top[-1][0] > counts[len(top)][0]
-    for row in rows("fwe", 3, length):
-        text = context(row).split("\n")[1].split()
+    for sample in samples("fwe", 3, length):
+        text = context(sample).split("\n")[1].split()
         counts = sorted(((text.count(word), word) for word in set(text) - {"..."}), reverse=True)
         assert text.count("...") > counts[0][0]
-        assert [word for _, word in counts[:3]] == list(row.references)
+        assert [word for _, word in counts[:3]] == list(sample.references)
         assert counts[0][0] > counts[1][0] > counts[2][0] > counts[3][0]
-    for row in rows("facts_1", 3, length):
-        person = re.search(r"was (.+) born\?", row.input).group(1)
-        assert re.findall(rf"{person} was born in ([\w ]+?) and", context(row)) == [row.references[0]]
-    for row in rows("facts_2", 3, length):
-        person = re.search(r"firm that (.+) works for\?", row.input).group(1)
-        (firm,) = re.findall(rf"{person} works as a \w+ for ([\w ]+)\.", context(row))
-        assert re.findall(rf"{firm} makes .+ seat in ([\w ]+)\.", context(row))[0].startswith(row.references[0])
+    for sample in samples("facts_1", 3, length):
+        person = re.search(r"was (.+) born\?", sample.input).group(1)
+        assert re.findall(rf"{person} was born in ([\w ]+?) and", context(sample)) == [sample.references[0]]
+    for sample in samples("facts_2", 3, length):
+        person = re.search(r"firm that (.+) works for\?", sample.input).group(1)
+        (firm,) = re.findall(rf"{person} works as a \w+ for ([\w ]+)\.", context(sample))
+        assert re.findall(rf"{firm} makes .+ seat in ([\w ]+)\.", context(sample))[0].startswith(sample.references[0])
     for task in ("facts_1", "facts_2"):
-        for row in rows(task, 3, length):
-            town, hyphened = row.references
-            assert builtin.occurrences(context(row), town) == 1 and hyphened == town.replace(" ", "-")
+        for sample in samples(task, 3, length):
+            town, hyphened = sample.references
+            assert builtin.occurrences(context(sample), town) == 1 and hyphened == town.replace(" ", "-")
 
 
 def test_long_word_lists_are_made_of_pairs():
-    row = rows("cwe", 1, 8192)[0]
-    entries = re.findall(r"\d+\. (\S+)", context(row).rpartition("Now the task.")[2])
+    sample = samples("cwe", 1, 8192)[0]
+    entries = re.findall(r"\d+\. (\S+)", context(sample).rpartition("Now the task.")[2])
     assert all("-" in word for word in entries)
     counts = {word: entries.count(word) for word in set(entries)}
-    assert {word for word, times in counts.items() if times == 30} == set(row.references)
+    assert {word for word, times in counts.items() if times == 30} == set(sample.references)
     assert sorted(set(counts.values())) == [3, 30]
-    assert count(row.input, row.answer_prefix) + row.max_new_tokens >= 0.95 * 8192
+    assert count(sample.input, sample.answer_prefix) + sample.max_new_tokens >= 0.95 * 8192
 
 
 def test_the_most_frequent_words_are_never_tied():
@@ -131,18 +131,18 @@ def test_the_most_frequent_words_are_never_tied():
 
 @pytest.mark.parametrize("task", BUILTIN)
 def test_sample_i_does_not_depend_on_n_and_samples_differ(task):
-    few, many = rows(task, 2, 512), rows(task, 5, 512)
+    few, many = samples(task, 2, 512), samples(task, 5, 512)
     assert many[:2] == few
-    assert len({row.text_sha256 for row in many}) == 5
-    assert rows(task, 1, 512, seed=43)[0].text_sha256 != few[0].text_sha256
+    assert len({sample.text_sha256 for sample in many}) == 5
+    assert samples(task, 1, 512, seed=43)[0].text_sha256 != few[0].text_sha256
 
 
 @pytest.mark.parametrize("task", BUILTIN)
 def test_too_short_a_length_names_the_least_that_works(task):
     with pytest.raises(EvalError, match=f"{task}.*at least") as caught:
-        rows(task, 1, 60)
+        samples(task, 1, 60)
     least = int(re.search(r"at least (\d+)", str(caught.value)).group(1))
-    assert rows(task, 1, least)
+    assert samples(task, 1, least)
 
 
 def test_haystacks_pydoc_and_file(tmp_path):
@@ -150,9 +150,9 @@ def test_haystacks_pydoc_and_file(tmp_path):
     path.write_text("\n\n".join(f"Sentence number {words.NOUNS[i]} stands here alone." for i in range(30)))
     for spec in ("pydoc", f"file:{path}"):
         haystack = open_haystack(spec)
-        row = rows("niah_multivalue", 1, 1024, haystack)[0]
-        assert 0.9 * 1024 <= count(row.input, row.answer_prefix) + row.max_new_tokens <= 1024
-    assert row.input.count("stands here alone") > 30  # a short text begins again
+        sample = samples("niah_multivalue", 1, 1024, haystack)[0]
+        assert 0.9 * 1024 <= count(sample.input, sample.answer_prefix) + sample.max_new_tokens <= 1024
+    assert sample.input.count("stands here alone") > 30  # a short text begins again
     path.write_text("Too short.")
     with pytest.raises(EvalError, match="0 usable sentences"):
         open_haystack(f"file:{path}")
@@ -163,12 +163,12 @@ def test_haystacks_pydoc_and_file(tmp_path):
 
 
 def test_a_haystack_that_holds_the_answer_is_refused(tmp_path):
-    values = {row.references[0] for row in rows("niah_single_2", 1, 512)}
+    values = {sample.references[0] for sample in samples("niah_single_2", 1, 512)}
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join(f"The answer to all of it may well be {values.copy().pop()} today." for _ in range(30)))
-    row = rows("niah_single_2", 1, 512, open_haystack(f"file:{path}"))[0]
+    sample = samples("niah_single_2", 1, 512, open_haystack(f"file:{path}"))[0]
     # The first draw's value stands in the haystack, so another one was drawn.
-    assert row.references[0] not in values and row.input.count(row.references[0]) == 1
+    assert sample.references[0] not in values and sample.input.count(sample.references[0]) == 1
 
 
 def test_words_that_could_be_answers_do_not_contain_each_other():

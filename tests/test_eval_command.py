@@ -77,7 +77,7 @@ def test_a_run_leaves_its_files_without_the_network(tmp_path, model, monkeypatch
 
 
 def test_report_rebuilds_without_a_model(finished, monkeypatch, capsys):
-    from latent_santa.eval import models
+    from latent_santa.eval.run import models
 
     before = {name: (finished / name).read_bytes() for name in ("summary.json", "table.md", "access_accuracy.png")}
     monkeypatch.setattr(models, "load", None)
@@ -95,7 +95,8 @@ def test_report_rebuilds_without_a_model(finished, monkeypatch, capsys):
 KILLED = """
 import os, signal, sys
 import latent_santa.patches
-from latent_santa.eval import evaluate, store
+from latent_santa.eval.commands import evaluate
+from latent_santa.eval.run import store
 from latent_santa.eval.cli import main
 append, replace = store.Store.append, os.replace
 left = 8
@@ -190,7 +191,7 @@ def test_processes_write_each_result_once(tmp_path, model, finished):
 
 
 def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch, capsys):
-    from latent_santa.eval import models
+    from latent_santa.eval.run import models
 
     monkeypatch.setattr(models, "load", None)
     monkeypatch.chdir(tmp_path)
@@ -230,7 +231,7 @@ def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch,
     ],
 )
 def test_wrong_options_are_refused_before_work_starts(tmp_path, model, monkeypatch, capsys, options, said):
-    from latent_santa.eval import models
+    from latent_santa.eval.run import models
 
     monkeypatch.setattr(models, "load", None)
     assert code_of(["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / "run"), *options]) == 2
@@ -247,7 +248,7 @@ def code_of(arguments: list[str]) -> int:
 
 
 def test_an_out_that_cannot_be_made_is_refused_before_prompts_are_built(tmp_path, model, monkeypatch, capsys):
-    from latent_santa.eval import freeze
+    from latent_santa.eval.run import freeze
 
     monkeypatch.setattr(freeze, "make_prompts", None)
     (tmp_path / "file").touch()
@@ -261,7 +262,7 @@ def test_an_out_that_cannot_be_made_is_refused_before_prompts_are_built(tmp_path
 def test_a_model_that_cannot_be_patched_is_refused_before_prompts_are_built(tmp_path, monkeypatch, capsys, dry):
     from transformers import AutoTokenizer, MistralConfig
 
-    from latent_santa.eval import freeze
+    from latent_santa.eval.run import freeze
     from tests.eval_support import save_random_model
 
     directory = save_random_model(tmp_path / "model")
@@ -312,7 +313,7 @@ def test_a_model_path_with_brackets_is_no_markup(tmp_path, model, capsys):
 def test_a_run_with_other_weights_of_equal_size_is_another_run(tmp_path, model):
     import shutil
 
-    from latent_santa.eval import models
+    from latent_santa.eval.run import models
 
     other = tmp_path / "other"
     shutil.copytree(model, other)
@@ -329,7 +330,7 @@ def test_a_run_with_other_weights_of_equal_size_is_another_run(tmp_path, model):
 
 
 def test_a_failed_prompt_shows_in_the_exit_code(tmp_path, model, monkeypatch, capsys):
-    from latent_santa.eval import generation
+    from latent_santa.eval.run import generation
 
     real, calls = generation.generate, []
 

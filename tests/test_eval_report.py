@@ -11,11 +11,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from latent_santa.eval import paper_tables, plots, report, tables
-from latent_santa.eval.conditions import Condition, condition_from_dict, expand
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.rows import make_row
-from latent_santa.eval.store import Prompt, Store
+from latent_santa.eval.report import paper_tables, plots, tables
+from latent_santa.eval.run.conditions import Condition, condition_from_dict, expand
+from latent_santa.eval.run.store import Prompt, Store
+from latent_santa.eval.sources.samples import make_sample
 
 DENSE = Condition("dense")
 PAPER = [Condition("santa++", s, "kmeans", 16, 4, "per_head") for s in (128, 256)]
@@ -27,7 +27,7 @@ def make_run(directory, scores, data="jsonl", model="deepseek-ai/DeepSeek-V2-Lit
     """A run whose results are given: condition -> task -> scores. Reads: 10 routing, 20 rows, 60 dense a prompt."""
     store = Store(directory)
     prompts = [
-        Prompt(make_row(task, i, f"Question {i}?", ["x"], max_new_tokens=4, source=data), tokens + i, "hash")
+        Prompt(make_sample(task, i, f"Question {i}?", ["x"], max_new_tokens=4, source=data), tokens + i, "hash")
         for task in TASKS
         for i in range(n)
     ]
@@ -38,11 +38,11 @@ def make_run(directory, scores, data="jsonl", model="deepseek-ai/DeepSeek-V2-Lit
     store.freeze(manifest | {"warnings": ["from the data"], "environment": {}}, prompts)
     for condition, by_task in scores.items():
         for prompt in prompts:
-            number = int(prompt.row.id[-6:])
-            value = by_task[prompt.row.task][number]
+            number = int(prompt.sample.id[-6:])
+            value = by_task[prompt.sample.task][number]
             if value is None:
                 continue
-            result = {"id": prompt.row.id, "run": store.manifest()["key"], "text_sha256": prompt.row.text_sha256}
+            result = {"id": prompt.sample.id, "run": store.manifest()["key"], "text_sha256": prompt.sample.text_sha256}
             if value == "error":
                 store.append(condition.slug, result | {"error": "OutOfMemoryError"})
                 continue

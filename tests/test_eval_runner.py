@@ -10,15 +10,15 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from latent_santa.eval import generation, models, processes
-from latent_santa.eval.conditions import Condition
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.processes import Processes
-from latent_santa.eval.progress import Progress
-from latent_santa.eval.render import Renderer, ids_sha256
-from latent_santa.eval.rows import make_row
-from latent_santa.eval.runner import Runner
-from latent_santa.eval.store import Prompt, Store
+from latent_santa.eval.run import generation, models, processes
+from latent_santa.eval.run.conditions import Condition
+from latent_santa.eval.run.processes import Processes
+from latent_santa.eval.run.progress import Progress
+from latent_santa.eval.run.render import Renderer, ids_sha256
+from latent_santa.eval.run.runner import Runner
+from latent_santa.eval.run.store import Prompt, Store
+from latent_santa.eval.sources.samples import make_sample
 from tests.eval_support import FakeHandle, save_random_model, tokenizer
 
 DENSE, SPARSE = Condition("dense"), Condition("santa++", 32, "kmeans", 16, 4, "pooled")
@@ -35,7 +35,7 @@ def make_runner(directory, model, handle, tasks=("single", "fwe"), n=3, floor=0.
     prompts = []
     for task in tasks:
         for i in range(n):
-            row = make_row(task, i, f"Flight {i} of {task}?", ["zz", "qq"], max_new_tokens=5, source="test")
+            row = make_sample(task, i, f"Flight {i} of {task}?", ["zz", "qq"], max_new_tokens=5, source="test")
             ids = renderer.prompt(row, None)
             prompts.append(Prompt(row, len(ids), ids_sha256(ids)))
     if not store.frozen:

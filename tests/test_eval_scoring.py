@@ -1,4 +1,4 @@
-"""Rows, scores and rendering."""
+"""Samples, scores and rendering."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.render import Renderer, join_texts
-from latent_santa.eval.rows import Row, make_row, row_from_dict, row_to_dict
-from latent_santa.eval.scoring import clean, score
+from latent_santa.eval.run.render import Renderer, join_texts
+from latent_santa.eval.run.scoring import clean, score
+from latent_santa.eval.sources.samples import Sample, make_sample, sample_from_dict, sample_to_dict
 from tests.eval_support import tokenizer
 
 
-def row(**changes) -> Row:
+def sample(**changes) -> Sample:
     fields = {"answer_prefix": " The code is", "max_new_tokens": 16, "source": "test"} | changes
-    return make_row("task", 17, "What is the code?", ["123"], **fields)
+    return make_sample("task", 17, "What is the code?", ["123"], **fields)
 
 
 def test_row_has_an_id_and_a_hash_of_all_that_is_seen():
-    base = row()
+    base = sample()
     assert base.id == "task/000017"
     assert len(base.text_sha256) == 64
-    assert row(source="elsewhere").text_sha256 == base.text_sha256
-    assert row(answer_prefix=" It is").text_sha256 != base.text_sha256
-    assert row(max_new_tokens=17).text_sha256 != base.text_sha256
-    assert row(metric="any").text_sha256 != base.text_sha256
+    assert sample(source="elsewhere").text_sha256 == base.text_sha256
+    assert sample(answer_prefix=" It is").text_sha256 != base.text_sha256
+    assert sample(max_new_tokens=17).text_sha256 != base.text_sha256
+    assert sample(metric="any").text_sha256 != base.text_sha256
     with pytest.raises(dataclasses.FrozenInstanceError):
         base.input = "other"  # type: ignore[misc]
 
 
 def test_row_survives_json_and_detects_a_changed_text():
-    data = row_to_dict(row())
-    assert row_from_dict(data | {"n_tokens": 5}) == row()
+    data = sample_to_dict(sample())
+    assert sample_from_dict(data | {"n_tokens": 5}) == sample()
     with pytest.raises(ValueError, match="task/000017.*hash"):
-        row_from_dict(data | {"input": "What is the kode?"})
+        sample_from_dict(data | {"input": "What is the kode?"})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_row_survives_json_and_detects_a_changed_text():
 )
 def test_row_refuses_what_cannot_be_scored(references, changes):
     with pytest.raises(ValueError, match="task/000000"):
-        make_row("task", 0, "text", references, **({"max_new_tokens": 4, "source": "test"} | changes))
+        make_sample("task", 0, "text", references, **({"max_new_tokens": 4, "source": "test"} | changes))
 
 
 @pytest.mark.parametrize(
@@ -99,28 +99,28 @@ def test_prefix_goes_where_it_is_asked_for():
 
 def test_template_brings_one_bos_and_the_answer_room_is_checked():
     renderer = Renderer(tokenizer())
-    ids = renderer.prompt(row(), limit=None)
+    ids = renderer.prompt(sample(), limit=None)
     assert ids.count(tokenizer().bos_token_id) == 1
-    assert tokenizer().decode(ids) == renderer.text(row().input, row().answer_prefix)
-    assert renderer.prompt(row(), limit=len(ids) + 16) == ids
+    assert tokenizer().decode(ids) == renderer.text(sample().input, sample().answer_prefix)
+    assert renderer.prompt(sample(), limit=len(ids) + 16) == ids
     with pytest.raises(EvalError, match=rf"{len(ids)} prompt tokens and 16 new ones exceed.*{len(ids) + 15}"):
-        renderer.prompt(row(), limit=len(ids) + 15)
+        renderer.prompt(sample(), limit=len(ids) + 15)
 
 
 def test_special_tokens_are_added_once_with_a_template_and_without():
     own = copy.deepcopy(tokenizer())  # like many models' tokenizers, this one adds <s> by itself
     own.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     assert own("text")["input_ids"][0] == 1
-    assert Renderer(own).prompt(row(), None).count(1) == 1
-    bare = Renderer(own, chat=False).prompt(row(), None)
+    assert Renderer(own).prompt(sample(), None).count(1) == 1
+    bare = Renderer(own, chat=False).prompt(sample(), None)
     assert bare.count(1) == 1 and own.decode(bare, skip_special_tokens=True) == "What is the code? The code is"
 
 
 def test_baked_in_template_is_refused():
-    baked = make_row("task", 0, "<s>What?", ["1"], max_new_tokens=4, source="test")
+    baked = make_sample("task", 0, "<s>What?", ["1"], max_new_tokens=4, source="test")
     bare = Renderer(tokenizer(), chat=False)
     assert bare.prompt(baked, None)[0] == 1
-    doubled = make_row("task", 0, "<s><s>What?", ["1"], max_new_tokens=4, source="test")
+    doubled = make_sample("task", 0, "<s><s>What?", ["1"], max_new_tokens=4, source="test")
     with pytest.raises(EvalError, match="two BOS.*--no-chat-template"):
         bare.prompt(doubled, None)
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.render import Renderer
-from latent_santa.eval.sources import Request, choose, family, hub, load_rows
+from latent_santa.eval.run.render import Renderer
+from latent_santa.eval.sources import Request, choose, family, hub, load_samples
 from tests.eval_support import block_network, tokenizer
 
 RENDERER = Renderer(tokenizer())
@@ -52,7 +52,7 @@ def write(directory: Path, task: str, shape, n: int) -> None:
 
 
 def load(data: str, tasks=("niah_single_1", "qa_1"), n=3, length=4096, select="sample", **more):
-    return load_rows(Request(data, tasks, n, length, select=select, **more), RENDERER, tiny=False)
+    return load_samples(Request(data, tasks, n, length, select=select, **more), RENDERER, tiny=False)
 
 
 @pytest.mark.parametrize("below", ["", "4096", "4096/data", "some-model/synthetic/4096/data"])
@@ -61,12 +61,12 @@ def test_new_files_in_every_layout(tmp_path, below):
         write(tmp_path / below, task, new_shape, 5)
     write(tmp_path / "8192", "qa_1", old_shape, 1)  # another length beside it is left alone
     loaded = load(f"jsonl:{tmp_path}", select="first")
-    assert [row.id for row in loaded.rows[:3]] == [
+    assert [sample.id for sample in loaded.samples[:3]] == [
         "niah_single_1/000000",
         "niah_single_1/000001",
         "niah_single_1/000002",
     ]
-    first, last = loaded.rows[0], loaded.rows[-1]
+    first, last = loaded.samples[0], loaded.samples[-1]
     assert (first.answer_prefix, first.metric, first.max_new_tokens) == (" It is", "all", 128)
     assert (last.task, last.metric, last.max_new_tokens, last.references) == (
         "qa_1",
@@ -76,22 +76,22 @@ def test_new_files_in_every_layout(tmp_path, below):
     )
     assert loaded.warnings == []
     assert loaded.origin["data"] == "jsonl" and len(loaded.origin["files_sha256"]["qa_1"]) == 64
-    assert {row.source for row in loaded.rows} == {"jsonl"}
+    assert {sample.source for sample in loaded.samples} == {"jsonl"}
 
 
 def test_old_files_keep_their_prefix_in_the_input_and_say_so(tmp_path):
     write(tmp_path, "qa_1", old_shape, 3)
     loaded = load(f"jsonl:{tmp_path}", tasks=("qa_1",))
-    assert all(row.answer_prefix == "" and row.input.endswith("It is") for row in loaded.rows)
+    assert all(sample.answer_prefix == "" and sample.input.endswith("It is") for sample in loaded.samples)
     assert len(loaded.warnings) == 1 and "tail of the input" in loaded.warnings[0]
 
 
 def test_split_columns_are_joined_to_the_same_prompt(tmp_path):
     write(tmp_path, "niah_single_1", split_shape, 1)
-    row = load(f"jsonl:{tmp_path}", tasks=("niah_single_1",), n=1).rows[0]
-    assert row.input == "Some text number 0.\nWhat is it?"
-    assert row.answer_prefix == " It is"
-    assert RENDERER.text(row.input, row.answer_prefix).endswith("What is it?<|assistant|> It is")
+    sample = load(f"jsonl:{tmp_path}", tasks=("niah_single_1",), n=1).samples[0]
+    assert sample.input == "Some text number 0.\nWhat is it?"
+    assert sample.answer_prefix == " It is"
+    assert RENDERER.text(sample.input, sample.answer_prefix).endswith("What is it?<|assistant|> It is")
 
 
 def test_the_hub_is_read_at_a_resolved_revision(monkeypatch):
@@ -107,7 +107,7 @@ def test_the_hub_is_read_at_a_resolved_revision(monkeypatch):
     loaded = load("hub", hub_revision="main", length=8192)
     assert asked == [(8192, "main-sha")]
     assert loaded.origin == {"data": "hub", "repository": "simonjegou/ruler", "revision": "main-sha"}
-    assert [row.task for row in loaded.rows] == ["niah_single_1"] * 3 + ["qa_1"] * 3
+    assert [sample.task for sample in loaded.samples] == ["niah_single_1"] * 3 + ["qa_1"] * 3
     with pytest.raises(EvalError, match="no record of vt.*niah_single_1, qa_1"):
         load("hub", tasks=("vt",))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from latent_santa.eval.statistics import Interval, mean_interval, resampled_means, retained
+from latent_santa.eval.report.statistics import Interval, mean_interval, resampled_means, retained
 
 RNG = np.random.default_rng(5)
 TASKS = {

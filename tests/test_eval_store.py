@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.rows import make_row
-from latent_santa.eval.store import Prompt, Store, differences, write_atomic
+from latent_santa.eval.run.store import Prompt, Store, differences, write_atomic
+from latent_santa.eval.sources.samples import make_sample
 
 PROMPTS = [
-    Prompt(make_row("qa", i, f"Question {i}?", [f"answer {i}"], max_new_tokens=4, source="test"), 10 + i, f"hash{i}")
+    Prompt(make_sample("qa", i, f"Question {i}?", [f"answer {i}"], max_new_tokens=4, source="test"), 10 + i, f"hash{i}")
     for i in range(4)
 ]
 
@@ -26,8 +26,8 @@ def store(tmp_path) -> Store:
 
 
 def result(store: Store, i: int, **more) -> dict:
-    row = PROMPTS[i].row
-    return {"id": row.id, "run": store.manifest()["key"], "text_sha256": row.text_sha256, "score": i / 4} | more
+    sample = PROMPTS[i].sample
+    return {"id": sample.id, "run": store.manifest()["key"], "text_sha256": sample.text_sha256, "score": i / 4} | more
 
 
 def test_write_atomic_replaces_or_leaves_alone(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_processes_write_their_own_files_and_one_merges(store):
     workers[0].merge("dense")
     assert [path.name for path in store.results_directory.glob("dense.*")] == ["dense.jsonl"]
     lines = (store.results_directory / "dense.jsonl").read_text().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [prompt.row.id for prompt in PROMPTS]
+    assert [json.loads(line)["id"] for line in lines] == [prompt.sample.id for prompt in PROMPTS]
     assert set(store.results("dense_other")) == {"qa/000000"}
     workers[0].merge("nothing")
     assert not (store.results_directory / "nothing.jsonl").exists()

@@ -11,9 +11,9 @@ import torch
 
 from latent_santa.eval.tiny import TASKS, load_tiny
 from latent_santa.eval.tiny.encoder import PieceEncoder
-from latent_santa.eval.tiny.evaluate import prompts, scores
 from latent_santa.eval.tiny.load import MODEL_DIRECTORY
-from latent_santa.eval.tiny.network import Network
+from latent_santa.eval.tiny.training.evaluate import prompts, scores
+from latent_santa.eval.tiny.training.network import Network
 
 LEAST = dict.fromkeys(TASKS, 0.95) | {"fwe": 0.90}
 
@@ -88,14 +88,14 @@ def refuse(*a, **k):
     tried.append(a)
     raise OSError("no network here")
 socket.socket.connect = socket.socket.connect_ex = socket.create_connection = socket.getaddrinfo = refuse
-from latent_santa.eval.tiny import load_tiny, rows
+from latent_santa.eval.tiny import load_tiny, samples
 model, tokenizer = load_tiny()
-row = rows("single", 1, 512, tokenizer)[0]
-turn = [{"role": "user", "content": row.input}]
-text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + row.answer_prefix
+sample = samples("single", 1, 512, tokenizer)[0]
+turn = [{"role": "user", "content": sample.input}]
+text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + sample.answer_prefix
 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-out = model.generate(ids, do_sample=False, max_new_tokens=row.max_new_tokens)
-assert row.references[0] in tokenizer.decode(out[0, ids.shape[1]:])
+out = model.generate(ids, do_sample=False, max_new_tokens=sample.max_new_tokens)
+assert sample.references[0] in tokenizer.decode(out[0, ids.shape[1]:])
 assert not tried, tried
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -10,12 +10,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from latent_santa.eval.scoring import score
-from latent_santa.eval.tiny import HARD_TASKS, TASKS, haystack, rows, words
-from latent_santa.eval.tiny.curriculum import mix
+from latent_santa.eval.run.scoring import score
+from latent_santa.eval.tiny import HARD_TASKS, TASKS, haystack, samples, words
 from latent_santa.eval.tiny.encoder import PieceEncoder
 from latent_santa.eval.tiny.load import MODEL_DIRECTORY
-from latent_santa.eval.tiny.samples import Prose, Sampler
+from latent_santa.eval.tiny.training.curriculum import mix
+from latent_santa.eval.tiny.training.samples import Prose, Sampler
 
 ALL = TASKS + HARD_TASKS
 
@@ -25,9 +25,9 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL_DIRECTORY, local_files_only=True)
 
 
-def rendered(row, tokenizer) -> list[int]:
-    turn = [{"role": "user", "content": row.input}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + row.answer_prefix
+def rendered(sample, tokenizer) -> list[int]:
+    turn = [{"role": "user", "content": sample.input}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + sample.answer_prefix
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -36,66 +36,66 @@ def test_length_is_met_within_two_per_cent(task, tokenizer):
     for length in (512, 1024, 2048):
         if task in ("vt_hard", "multiquery_hard") and length == 512:
             continue  # does not fit
-        for row in rows(task, 4, length, tokenizer):
-            total = len(rendered(row, tokenizer)) + row.max_new_tokens
-            assert 0.98 * length <= total <= length, (row.id, length, total)
+        for sample in samples(task, 4, length, tokenizer):
+            total = len(rendered(sample, tokenizer)) + sample.max_new_tokens
+            assert 0.98 * length <= total <= length, (sample.id, length, total)
 
 
 @pytest.mark.parametrize("task", ALL)
 def test_rows_are_the_same_whatever_n_and_order(task, tokenizer):
-    many = rows(task, 5, 1024, tokenizer)
-    assert many[:2] == rows(task, 2, 1024, tokenizer)
-    assert [row.id for row in many] == [f"{task}/{i:06d}" for i in range(5)]
-    assert len({row.text_sha256 for row in many}) == 5
-    assert rows(task, 2, 1024, tokenizer, seed=43) != many[:2]
-    assert {row.source for row in many} == {"builtin:tiny"}
+    many = samples(task, 5, 1024, tokenizer)
+    assert many[:2] == samples(task, 2, 1024, tokenizer)
+    assert [sample.id for sample in many] == [f"{task}/{i:06d}" for i in range(5)]
+    assert len({sample.text_sha256 for sample in many}) == 5
+    assert samples(task, 2, 1024, tokenizer, seed=43) != many[:2]
+    assert {sample.source for sample in many} == {"builtin:tiny"}
 
 
 def test_rows_are_the_same_on_every_machine(tokenizer):
     """The default haystack is the grammar, so that nothing but Python's `random` decides the text."""
-    seen = "".join(row.text_sha256 for task in ALL for row in rows(task, 2, 1024, tokenizer))
+    seen = "".join(sample.text_sha256 for task in ALL for sample in samples(task, 2, 1024, tokenizer))
     assert hashlib.sha256(seen.encode()).hexdigest()[:16] == "1631d7dff8475f56"
 
 
 @pytest.mark.parametrize("task", ALL)
 def test_the_context_holds_the_answers(task, tokenizer):
-    for row in rows(task, 3, 1024, tokenizer):
-        context = row.input.rpartition("\n")[0]
-        for reference in row.references:
+    for sample in samples(task, 3, 1024, tokenizer):
+        context = sample.input.rpartition("\n")[0]
+        for reference in sample.references:
             found = len(re.findall(rf"\b{re.escape(reference)}\b", context))
             assert found >= 1 and (found == 1 or task[:3] in ("vt", "vt_", "fwe", "fac"))
-        assert not any(reference in row.answer_prefix for reference in row.references)
+        assert not any(reference in sample.answer_prefix for reference in sample.references)
 
 
 def test_fwe_references_are_the_three_most_frequent_words(tokenizer):
-    for row in rows("fwe_hard", 5, 1024, tokenizer):
-        stream = row.input.rpartition("\n")[0].split("no meaning.")[1].split()
+    for sample in samples("fwe_hard", 5, 1024, tokenizer):
+        stream = sample.input.rpartition("\n")[0].split("no meaning.")[1].split()
         counts = sorted(((stream.count(word), word) for word in set(stream) - {"..."}), reverse=True)
-        assert tuple(word for _, word in counts[:3]) == row.references
+        assert tuple(word for _, word in counts[:3]) == sample.references
         assert counts[2][0] > counts[3][0]
 
 
 def test_vt_references_are_the_chain(tokenizer):
-    for row in rows("vt", 3, 1024, tokenizer, chains=3, hops=5, gap=2):
-        value = re.search(r"Which boxes hold (\d+)\?", row.input).group(1)
-        boxes = [re.search(rf" Set {value} [^.]*?(\w+)\.", row.input).group(1)]
-        while step := re.search(rf" Copy {boxes[-1]} [^.]*?(\w+)\.", row.input):
+    for sample in samples("vt", 3, 1024, tokenizer, chains=3, hops=5, gap=2):
+        value = re.search(r"Which boxes hold (\d+)\?", sample.input).group(1)
+        boxes = [re.search(rf" Set {value} [^.]*?(\w+)\.", sample.input).group(1)]
+        while step := re.search(rf" Copy {boxes[-1]} [^.]*?(\w+)\.", sample.input):
             boxes.append(step.group(1))
-        assert tuple(boxes) == row.references and len(boxes) == 6
+        assert tuple(boxes) == sample.references and len(boxes) == 6
 
 
 def test_facts_reference_is_the_fact(tokenizer):
     for gap in (0, 1):
-        for row in rows("facts", 4, 1024, tokenizer, gap=gap):
-            name = re.search(r"\n\w+ \w+ (?:does|did) (\w+) ", row.input).group(1)
-            note = re.search(rf"Note \d+: {name} [^.]*\.", row.input).group(0)
-            assert row.references[0] in note
+        for sample in samples("facts", 4, 1024, tokenizer, gap=gap):
+            name = re.search(r"\n\w+ \w+ (?:does|did) (\w+) ", sample.input).group(1)
+            note = re.search(rf"Note \d+: {name} [^.]*\.", sample.input).group(0)
+            assert sample.references[0] in note
             assert note.count(name) == (1 if gap else 4)
 
 
 def test_options_change_the_prompt(tokenizer):
     def first(task, **options):
-        return rows(task, 1, 1024, tokenizer, **options)[0]
+        return samples(task, 1, 1024, tokenizer, **options)[0]
 
     assert first("multikey", distractors=20).input.count("Flight ") == 21
     assert len(first("multivalue", values=6).references) == 6
@@ -127,12 +127,12 @@ def test_options_change_the_prompt(tokenizer):
 )
 def test_bad_input_is_named(task, options, words_in_message, tokenizer):
     with pytest.raises(ValueError, match=words_in_message):
-        rows(task, 1, 1024, tokenizer, **options)
+        samples(task, 1, 1024, tokenizer, **options)
 
 
 def test_other_tokenizers_are_refused():
     with pytest.raises(ValueError, match="load_tiny"):
-        rows("single", 1, 1024, object())
+        samples("single", 1, 1024, object())
 
 
 def test_keys_of_evaluation_never_occur_in_training():

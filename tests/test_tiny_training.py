@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from latent_santa.eval.tiny import samples
-from latent_santa.eval.tiny.curriculum import mix
-from latent_santa.eval.tiny.train import Settings, Trainer, main, train
+from latent_santa.eval.tiny.training.curriculum import mix
+from latent_santa.eval.tiny.training.train import Settings, Trainer, main, train
 
 
 @pytest.fixture(autouse=True)

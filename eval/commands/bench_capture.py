@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.model_options import add_model_options, at_least, model_spec, prompt_text
+from latent_santa.eval.commands.options import add_model_options, at_least, model_spec, prompt_text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     """Capture and save."""
     from latent_santa.eval.bench.capture import capture
     from latent_santa.eval.bench.workload import save
-    from latent_santa.eval.conditions import checked_config
     from latent_santa.eval.errors import EvalError
-    from latent_santa.eval.models import load, load_tokenizer
-    from latent_santa.eval.store import check_writable
+    from latent_santa.eval.run.conditions import checked_config
+    from latent_santa.eval.run.models import load, load_tokenizer
+    from latent_santa.eval.run.store import check_writable
 
     at_least(args, length=2, steps=1, layer=0)
     spec = model_spec(args)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.model_options import at_least, integers
+from latent_santa.eval.commands.options import at_least, integers
 
 
 def add_parser(subparsers: Any) -> None:
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from latent_santa.eval.decode_bench import SHAPES, measure, random_model
-    from latent_santa.eval.models import check_device
-    from latent_santa.eval.store import check_writable
+    from latent_santa.eval.run.models import check_device
+    from latent_santa.eval.run.store import check_writable
 
     check_device(args.device)
     device = args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,8 +85,8 @@ def _settings(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     """Every combination of parents, estimator and backend, checked."""
     import torch
 
-    from latent_santa.eval.conditions import checked_config
     from latent_santa.eval.errors import EvalError
+    from latent_santa.eval.run.conditions import checked_config
     from latent_santa.kernels.support import unsupported_dtype
 
     settings = [

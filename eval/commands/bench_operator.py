@@ -55,9 +55,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write it after every workload."""
     from latent_santa.eval.bench.workload import load
+    from latent_santa.eval.commands.options import at_least
     from latent_santa.eval.errors import EvalError
-    from latent_santa.eval.model_options import at_least
-    from latent_santa.eval.store import check_writable
+    from latent_santa.eval.run.store import check_writable
 
     settings = _settings(args)
     modes = tuple(_choices("--modes", args.modes, ("graph", "stream")))
@@ -113,8 +113,8 @@ def _settings(args: argparse.Namespace) -> list[Any]:
     """Every combination of budget, estimator and routing representation."""
     from latent_santa.config import SantaConfig
     from latent_santa.eval.bench.measure import Setting
+    from latent_santa.eval.commands.options import integers
     from latent_santa.eval.errors import EvalError
-    from latent_santa.eval.model_options import integers
     from latent_santa.kernels.support import MOST_TEAMS_PER_HEAD
 
     settings = []
@@ -141,8 +141,8 @@ def _settings(args: argparse.Namespace) -> list[Any]:
 def _sizes(args: argparse.Namespace) -> list[tuple[str, int, int, int, int]]:
     """(layout, heads, groups, context, batch) of each workload; one empty size stands for a file."""
     from latent_santa.eval.bench.goals import GOALS
+    from latent_santa.eval.commands.options import integers
     from latent_santa.eval.errors import EvalError
-    from latent_santa.eval.model_options import integers
     from latent_santa.kernels.support import MOST_KEY_DIMS
     from latent_santa.quantise import scale_group
 

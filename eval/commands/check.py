@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from latent_santa.eval.model_options import add_model_options, model_spec
+from latent_santa.eval.commands.options import add_model_options, model_spec
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from latent_santa.eval.errors import EvalError
-    from latent_santa.eval.models import context_limit, load, load_tokenizer
-    from latent_santa.eval.selfcheck import NEW_TOKENS, run_checks
+    from latent_santa.eval.run.models import context_limit, load, load_tokenizer
+    from latent_santa.eval.run.selfcheck import NEW_TOKENS, run_checks
 
     console = Console()
     spec = model_spec(args)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.model_options import add_model_options, integers, model_spec
+from latent_santa.eval.commands.options import add_model_options, integers, model_spec
 
 PLANTED = {True: "multivalue", False: "niah_multivalue"}
 BUDGETS = {True: "8,32,128", False: "128,256,512"}
@@ -63,12 +63,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     import latent_santa
-    from latent_santa.eval.comparison import Outcome, run_condition
-    from latent_santa.eval.conditions import checked_config, expand
     from latent_santa.eval.errors import EvalError
-    from latent_santa.eval.generation import make_greedy
-    from latent_santa.eval.models import context_limit, load, load_tokenizer
-    from latent_santa.eval.progress import Progress
+    from latent_santa.eval.run.comparison import Outcome, run_condition
+    from latent_santa.eval.run.conditions import checked_config, expand
+    from latent_santa.eval.run.generation import make_greedy
+    from latent_santa.eval.run.models import context_limit, load, load_tokenizer
+    from latent_santa.eval.run.progress import Progress
 
     console = Console()
     if not console.is_terminal:
@@ -127,15 +127,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompt(args: argparse.Namespace, spec: Any, tokenizer: Any) -> tuple[list[int], tuple[str, ...]]:
     """Token ids, and the answers that are looked for (none for a prompt of the user's own)."""
-    from latent_santa.eval.model_options import prompt_text
-    from latent_santa.eval.render import Renderer
-    from latent_santa.eval.sources import Request, load_rows
+    from latent_santa.eval.commands.options import prompt_text
+    from latent_santa.eval.run.render import Renderer
+    from latent_santa.eval.sources import Request, load_samples
 
     renderer = Renderer(tokenizer, chat=not args.no_chat_template)
     if args.prompt_file is not None:
         return renderer.encode(prompt_text(args.prompt_file), ""), ()
     request = Request("builtin", (PLANTED[spec.tiny],), args.prompt_number + 1, args.length)
-    row = load_rows(request, renderer, spec.tiny).rows[-1]
+    row = load_samples(request, renderer, spec.tiny).samples[-1]
     return renderer.encode(row.input, row.answer_prefix), row.references
 
 

@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the conditions; 0."""
     from rich.table import Table
 
-    from latent_santa.eval import paper_tables, tables
     from latent_santa.eval.errors import EvalError
-    from latent_santa.eval.store import Store
+    from latent_santa.eval.report import paper_tables, tables
+    from latent_santa.eval.run.store import Store
 
     manifest = Store(args.directory).manifest() if args.directory else None
     chosen = [table for table in paper_tables.TABLES if args.table is None or _holds(table.number, args.table)]

@@ -21,9 +21,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rebuild and show; the run's exit code."""
-    from latent_santa.eval.evaluate import show
-    from latent_santa.eval.report import exit_code, write_reports
-    from latent_santa.eval.store import Store
+    from latent_santa.eval.commands.evaluate import show
+    from latent_santa.eval.report.summary import exit_code, write_reports
+    from latent_santa.eval.run.store import Store
 
     summary, notes = write_reports(Store(args.directory), args.plot)
     show(summary, args.directory, notes)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from latent_santa.eval.commands.options import at_least
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.model_options import at_least
 
 # What the options mean when they are not given. The tiny model's are a first look of about three minutes on two cores.
 DEFAULTS: dict[str, Any] = {
@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
     if args.offline:
         # Read by the hub's libraries when they are imported.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    from latent_santa.eval.evaluate import Evaluation, dry_run
+    from latent_santa.eval.commands.evaluate import Evaluation, dry_run
 
     evaluation = Evaluation.prepare(fill_defaults(args))
     return dry_run(evaluation) if args.dry_run else evaluation.run()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.render import Renderer
-from latent_santa.eval.rows import Row
+from latent_santa.eval.run.render import Renderer
+from latent_santa.eval.sources.samples import Sample
 
 from . import builtin, hub, jsonl, shapes
 from .haystack import open_haystack
@@ -36,9 +36,9 @@ class Request:
 
 @dataclass
 class Loaded:
-    """Rows in task order, what they were made from (goes into the manifest), and what a reader should know."""
+    """Samples in task order, what they were made from (goes into the manifest), and what a reader should know."""
 
-    rows: list[Row]
+    samples: list[Sample]
     origin: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
 
@@ -56,22 +56,22 @@ def family(data: str, tiny: bool) -> Family:
     raise EvalError(f"unknown --data {data!r}; choose builtin, hub or jsonl:DIR")
 
 
-def load_rows(
+def load_samples(
     request: Request, renderer: Renderer, tiny: bool, advance: Callable[[str], None] = lambda task: None
 ) -> Loaded:
-    """All rows of a request; `advance(task)` is called after each. Raises EvalError before anything slow if it can."""
+    """All samples of a request; `advance(task)` is called after each. Raises EvalError before anything slow if it can."""
     kind = family(request.data, tiny)
     if kind == "official":
         return _official(request, advance)
     if kind == "tiny":
         return _tiny(request, renderer, advance)
     haystack = open_haystack(request.haystack)
-    rows = []
+    samples = []
     for task in request.tasks:
-        for row in builtin.rows(task, request.n, request.length, renderer.count, request.seed, haystack):
-            rows.append(row)
+        for sample in builtin.samples(task, request.n, request.length, renderer.count, request.seed, haystack):
+            samples.append(sample)
             advance(task)
-    return Loaded(rows, {"data": "builtin", "haystack": haystack.name, "haystack_sha256": haystack.sha256})
+    return Loaded(samples, {"data": "builtin", "haystack": haystack.name, "haystack_sha256": haystack.sha256})
 
 
 def _tiny(request: Request, renderer: Renderer, advance: Callable[[str], None]) -> Loaded:
@@ -80,18 +80,18 @@ def _tiny(request: Request, renderer: Renderer, advance: Callable[[str], None]) 
     known = {"prose": "grammar", "pydoc": "topics"}
     if request.haystack not in known:
         raise EvalError(f"--haystack {request.haystack}: the tiny model knows {' and '.join(known)} only")
-    rows = []
+    samples = []
     for task in request.tasks:
         try:
-            made = source.rows(
+            made = source.samples(
                 task, request.n, request.length, renderer.tokenizer, request.seed, haystack=known[request.haystack]
             )
         except ValueError as error:
             raise EvalError(str(error)) from error
-        for row in made:
-            rows.append(row)
+        for sample in made:
+            samples.append(sample)
             advance(task)
-    return Loaded(rows, {"data": "builtin:tiny", "haystack": request.haystack})
+    return Loaded(samples, {"data": "builtin:tiny", "haystack": request.haystack})
 
 
 def choose(available: int, n: int, task: str, seed: int, select: str) -> list[int]:
@@ -119,11 +119,11 @@ def _official(request: Request, advance: Callable[[str], None]) -> Loaded:
         for task in request.tasks:
             records[task], files[task] = jsonl.read(jsonl.find(directory, task, request.length))
         origin = {"data": "jsonl", "files_sha256": files}
-    rows, warnings = [], []
+    samples, warnings = [], []
     for task in request.tasks:
         for number in choose(len(records[task]), request.n, task, request.seed, request.select):
-            row, odd = shapes.row_of(records[task][number], task, number, origin["data"])
-            rows.append(row)
+            sample, odd = shapes.sample_of(records[task][number], task, number, origin["data"])
+            samples.append(sample)
             warnings += [text for text in odd if text not in warnings]
             advance(task)
-    return Loaded(rows, origin, warnings)
+    return Loaded(samples, origin, warnings)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.rows import Row, make_row
+from latent_santa.eval.sources.samples import Sample, make_sample
 
 from . import counting, facts, needles, tracing
 from .fitting import Draft, TooShort, largest_fit
@@ -49,7 +49,7 @@ def occurrences(text: str, reference: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(reference)}(?!\w)", text))
 
 
-def sample(task: str, number: int, length: int, count: Count, seed: int, haystack: Haystack) -> Row:
+def sample(task: str, number: int, length: int, count: Count, seed: int, haystack: Haystack) -> Sample:
     """Sample `number` of a task, filled up to `length` tokens with everything that is counted.
 
     `count(input, answer_prefix)` returns the tokens of the whole rendered prompt; the cap on new tokens is added here.
@@ -74,7 +74,7 @@ def sample(task: str, number: int, length: int, count: Count, seed: int, haystac
         text = made.build(k)
         # A haystack may hold an answer by accident: then the sample is drawn again from its next seed.
         if all(occurrences(text, word) == times for word, times in made.promised(k).items()):
-            return make_row(
+            return make_sample(
                 task,
                 number,
                 text,
@@ -89,6 +89,6 @@ def sample(task: str, number: int, length: int, count: Count, seed: int, haystac
     )
 
 
-def rows(task: str, n: int, length: int, count: Count, seed: int, haystack: Haystack) -> Iterator[Row]:
+def samples(task: str, n: int, length: int, count: Count, seed: int, haystack: Haystack) -> Iterator[Sample]:
     """The first n samples of a task."""
     return (sample(task, number, length, count, seed, haystack) for number in range(n))

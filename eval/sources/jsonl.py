@@ -1,4 +1,4 @@
-"""Rows of RULER's own output files on disk: `<task>/validation.jsonl`."""
+"""Samples of RULER's own output files on disk: `<task>/validation.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One record of official data to one row: the two generations of RULER's own files, and the split columns of kvpress.
+"""One record of official data to one sample: the two generations of RULER's own files, and the split columns of kvpress.
 
 The `index` field is never read: RULER's needle generator overwrites it with a character offset.
 """
@@ -8,20 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.render import join_texts
-from latent_santa.eval.rows import Row, make_row
+from latent_santa.eval.run.render import join_texts
+from latent_santa.eval.sources.samples import Sample, make_sample
 
 from .tasks import OFFICIAL
 
 _TEMPLATE_MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]", "<|user|>", "<|begin_of_text|>", "<start_of_turn>")
 
 
-def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple[Row, list[str]]:
-    """The row of a record, and what is odd about it.
+def sample_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple[Sample, list[str]]:
+    """The sample of a record, and what is odd about it.
 
     New RULER files have `input`, `outputs` and `answer_prefix`; older ones lack the prefix, which is then the tail of
     `input` and stays there. kvpress has `context`, `question`, `answer_prefix`, `answer` and `max_new_tokens`.
-    Raises EvalError for other fields, and for values that make no row.
+    Raises EvalError for other fields, and for values that make no sample.
     """
     warnings = []
     cap = OFFICIAL[task].max_new_tokens
@@ -41,10 +41,10 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
             prefix = str(record.get("answer_prefix") or "")
             if not prefix:
                 warnings.append(
-                    f"{task}: rows without an answer_prefix field (files before 2025): their prefix is the tail of "
+                    f"{task}: samples without an answer_prefix field (files before 2025): their prefix is the tail of "
                     "the input and stays in the user's turn, whatever --answer-prefix says"
                 )
-        row = make_row(
+        sample = make_sample(
             task,
             number,
             text,
@@ -68,7 +68,7 @@ def row_of(record: dict[str, Any], task: str, number: int, source: str) -> tuple
             f"{task}: the input holds {mark!r}, so the data were made with a chat template in them; they should be "
             "made with the base template, or be run with --no-chat-template"
         )
-    return row, warnings
+    return sample, warnings
 
 
 def _texts(value: Any) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.rows import Metric
+from latent_santa.eval.sources.samples import Metric
 
 Family = Literal["official", "builtin", "tiny"]
 

@@ -1,4 +1,4 @@
-"""Rows of the embedded model's tasks for the evaluation."""
+"""Samples of the embedded model's tasks for the evaluation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 from random import Random
 from typing import Any
 
-from ..rows import Row, make_row
+from latent_santa.eval.sources.samples import Sample, make_sample
+
 from .encoder import PieceEncoder
 from .sentences import Question
 from .tasks import answer_room, build, resolve
@@ -23,7 +24,7 @@ def sample_rng(seed: int, task: str, number: int) -> Random:
 def prompt(
     task: str, number: int, length: int, encoder: PieceEncoder, seed: int = 42, **options: Any
 ) -> tuple[list[str], Question, int]:
-    """Context pieces, question and answer room (tokens) of sample `number`; arguments and errors as for `rows`."""
+    """Context pieces, question and answer room (tokens) of sample `number`; arguments and errors as for `samples`."""
     base, chosen = resolve(task, options)
     room = answer_room(base, chosen)
     rng = sample_rng(seed, task, number)
@@ -34,7 +35,7 @@ def prompt(
     return pieces, question, room
 
 
-def rows(task: str, n: int, length: int, tokenizer: Any, seed: int = 42, **options: Any) -> list[Row]:
+def samples(task: str, n: int, length: int, tokenizer: Any, seed: int = 42, **options: Any) -> list[Sample]:
     """`n` prompts of one task for the embedded model.
 
     length     limit in tokens on chat template, user turn, answer prefix and answer room together; met within 2 %
@@ -50,7 +51,7 @@ def rows(task: str, n: int, length: int, tokenizer: Any, seed: int = 42, **optio
     for number in range(n):
         pieces, question, room = prompt(task, number, length, encoder, seed, **options)
         out.append(
-            make_row(
+            make_sample(
                 task,
                 number,
                 "".join(pieces + question.question),

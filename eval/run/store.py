@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.rows import Row, row_from_dict, row_to_dict
+from latent_santa.eval.sources.samples import Sample, sample_from_dict, sample_to_dict
 
 FORMAT = 1
 MANIFEST_FIELDS = ("key", "prompts_sha256", "settings", "conditions")
@@ -60,9 +60,9 @@ def check_writable(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A frozen row with what it became for the run's tokenizer: number of tokens, and the hash of their ids."""
+    """A frozen sample with what it became for the run's tokenizer: number of tokens, and the hash of their ids."""
 
-    row: Row
+    sample: Sample
     n_tokens: int
     ids_sha256: str
 
@@ -112,7 +112,7 @@ class Store:
     def freeze(self, manifest: dict[str, Any], prompts: Iterable[Prompt]) -> None:
         """Write the prompts, then the manifest with their hash and the run's key. Nothing is generated before this."""
         lines = [
-            json.dumps(row_to_dict(prompt.row) | {"n_tokens": prompt.n_tokens, "ids_sha256": prompt.ids_sha256})
+            json.dumps(sample_to_dict(prompt.sample) | {"n_tokens": prompt.n_tokens, "ids_sha256": prompt.ids_sha256})
             for prompt in prompts
         ]
         content = "\n".join(lines) + "\n"
@@ -159,7 +159,9 @@ class Store:
                 f"{self.prompts_path} is not the file that was frozen: its hash differs from the manifest's"
             )
         records = [json.loads(line) for line in content.decode().splitlines()]
-        self._prompts = [Prompt(row_from_dict(record), record["n_tokens"], record["ids_sha256"]) for record in records]
+        self._prompts = [
+            Prompt(sample_from_dict(record), record["n_tokens"], record["ids_sha256"]) for record in records
+        ]
         return self._prompts
 
     def _own_path(self, slug: str) -> Path:
@@ -191,16 +193,16 @@ class Store:
         wins, then the last.
         """
         key = self.manifest()["key"]
-        texts = {prompt.row.id: prompt.row.text_sha256 for prompt in self.prompts()}
+        texts = {prompt.sample.id: prompt.sample.text_sha256 for prompt in self.prompts()}
         found: dict[str, dict[str, Any]] = {}
         for path in self._parts(slug):
             for result in _complete_lines(path):
-                row_id = str(result.get("id"))
-                if result.get("run") != key or texts.get(row_id) != result.get("text_sha256"):
+                sample_id = str(result.get("id"))
+                if result.get("run") != key or texts.get(sample_id) != result.get("text_sha256"):
                     continue
-                if row_id in found and "error" in result and "error" not in found[row_id]:
+                if sample_id in found and "error" in result and "error" not in found[sample_id]:
                     continue
-                found[row_id] = result
+                found[sample_id] = result
         return found
 
     def merge(self, slug: str) -> None:
@@ -209,7 +211,7 @@ class Store:
         if not any(path.is_file() for path in parts):
             return
         found = self.results(slug)
-        ordered = [found[prompt.row.id] for prompt in self.prompts() if prompt.row.id in found]
+        ordered = [found[prompt.sample.id] for prompt in self.prompts() if prompt.sample.id in found]
         write_atomic(parts[0], "".join(json.dumps(result) + "\n" for result in ordered))
         for path in parts[1:]:
             path.unlink(missing_ok=True)

@@ -11,17 +11,19 @@ from typing import Any
 from rich.console import Console
 
 from latent_santa.config import SantaConfig
-from latent_santa.eval import freeze, models, report, tables
-from latent_santa.eval.conditions import Condition, checked_config, expand
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.paper_tables import MEAN
-from latent_santa.eval.processes import Processes, join
-from latent_santa.eval.progress import Progress
-from latent_santa.eval.render import Renderer
-from latent_santa.eval.runner import Runner
+from latent_santa.eval.report import tables
+from latent_santa.eval.report.paper_tables import MEAN
+from latent_santa.eval.report.summary import data_statement, exit_code, write_reports
+from latent_santa.eval.run import freeze, models
+from latent_santa.eval.run.conditions import Condition, checked_config, expand
+from latent_santa.eval.run.processes import Processes, join
+from latent_santa.eval.run.progress import Progress
+from latent_santa.eval.run.render import Renderer
+from latent_santa.eval.run.runner import Runner
+from latent_santa.eval.run.store import Prompt, Store, check_writable
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
-from latent_santa.eval.store import Prompt, Store, check_writable
 
 CPU_PREFILL_BYTES = 2 << 30
 
@@ -130,7 +132,7 @@ class Evaluation:
     def run(self) -> int:
         """Freeze or resume, generate what is missing, write and show the tables.
 
-        Returns `report.exit_code`.
+        Returns `summary.exit_code`.
         """
         processes = join()
         store = Store(Path(processes.share(str(self.args.out))), processes.rank, processes.world)
@@ -158,9 +160,9 @@ class Evaluation:
         if processes.first:
             for condition in self.conditions:
                 store.merge(condition.slug)
-            summary, notes = report.write_reports(store, self.args.plot)
+            summary, notes = write_reports(store, self.args.plot)
             show(summary, store.directory, notes)
-            code = report.exit_code(summary)
+            code = exit_code(summary)
         processes.close()
         return code
 
@@ -177,15 +179,15 @@ class Evaluation:
                 "options can be given."
             )
         manifest = store.manifest()
-        say(f"Run in {store.directory}: {report.data_statement(manifest)}.")
-        first = store.prompts()[0].row
+        say(f"Run in {store.directory}: {data_statement(manifest)}.")
+        first = store.prompts()[0].sample
         tail = self.renderer.text(first.input, first.answer_prefix)[-120:]
         say(f"The first prompt ends in {tail!r}")
         for warning in manifest["warnings"]:
             say(f"warning: {warning}", style="yellow")
 
     def _generate(self, store: Store, progress: Progress, processes: Processes) -> None:
-        wanted = {prompt.row.id for prompt in store.prompts()[processes.rank :: processes.world]}
+        wanted = {prompt.sample.id for prompt in store.prompts()[processes.rank :: processes.world]}
         if all(_complete(store, condition, wanted) for condition in self.conditions):
             return
         from latent_santa import patch
@@ -234,7 +236,7 @@ def prefill_bytes(gib: float | None, spec: models.ModelSpec, processes: Processe
 
 
 def _complete(store: Store, condition: Condition, wanted: set[str]) -> bool:
-    good = {row_id for row_id, result in store.results(condition.slug).items() if "error" not in result}
+    good = {sample_id for sample_id, result in store.results(condition.slug).items() if "error" not in result}
     return wanted <= good
 
 
@@ -245,10 +247,10 @@ def dry_run(evaluation: Evaluation) -> int:
     lengths: dict[str, list[int]] = defaultdict(list)
     caps: dict[str, int] = {}
     for prompt in prompts:
-        lengths[prompt.row.task].append(prompt.n_tokens)
-        caps[prompt.row.task] = prompt.row.max_new_tokens
+        lengths[prompt.sample.task].append(prompt.n_tokens)
+        caps[prompt.sample.task] = prompt.sample.max_new_tokens
     table = tables.plain_table(
-        f"prompts: {report.data_statement({'origin': origin})}",
+        f"prompts: {data_statement({'origin': origin})}",
         ("task", "prompts", "least tokens", "median", "most", "new tokens at most", "filled (%)"),
     )
     for task, found in lengths.items():

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from latent_santa.eval.paper_tables import MEAN
+from latent_santa.eval.report.paper_tables import MEAN
 
 COLUMNS = ("Method", "S", "KV (%)", "without routing (%)", "Acc (norm) (%)", "Acc (abs) (%)", "minus dense")
 PAPER_COLUMNS = ("paper: KV (%)", "paper: Acc (abs) (%)")

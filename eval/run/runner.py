@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-from latent_santa.eval import generation, scoring
-from latent_santa.eval.conditions import Condition, running_order
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.processes import Processes
-from latent_santa.eval.progress import Progress
-from latent_santa.eval.render import Renderer, ids_sha256
+from latent_santa.eval.run import generation, scoring
+from latent_santa.eval.run.conditions import Condition, running_order
+from latent_santa.eval.run.processes import Processes
+from latent_santa.eval.run.progress import Progress
+from latent_santa.eval.run.render import Renderer, ids_sha256
+from latent_santa.eval.run.store import Prompt, Store
 from latent_santa.eval.sources.tasks import SINGLE_NEEDLES
-from latent_santa.eval.store import Prompt, Store
 
 FLOOR_AFTER = 5
 FAILURES_AT_FIRST = 3
@@ -91,25 +91,25 @@ class Runner:
 
     def _run_condition(self, condition: Condition, prompts: list[Prompt]) -> int:
         before = self.store.results(condition.slug)
-        done = {row_id: result for row_id, result in before.items() if "error" not in result}
-        own = [prompt for prompt in prompts if prompt.row.id in done]
+        done = {sample_id: result for sample_id, result in before.items() if "error" not in result}
+        own = [prompt for prompt in prompts if prompt.sample.id in done]
         label = condition.name + (f" S={condition.budget}" if condition.budget else "")
         self.progress.stage(label, len(prompts), len(own))
         self.handle.configure(**condition.overrides())
-        running = _Running(Counter(prompt.row.task for prompt in prompts))
+        running = _Running(Counter(prompt.sample.task for prompt in prompts))
         for prompt in own:
-            running.add(prompt, done[prompt.row.id])
+            running.add(prompt, done[prompt.sample.id])
         self._judge(condition, running)  # a run that was stopped by the floor stops there again
         failures = 0
-        missing = [prompt for prompt in prompts if prompt.row.id not in done]
+        missing = [prompt for prompt in prompts if prompt.sample.id not in done]
         for batch, results in self._answers(condition, label, missing):
             for result in results:
                 self.store.append(condition.slug, result)
             for prompt, result in zip(batch, results, strict=True):
                 if "error" in result:
                     failures += 1
-                    running.failed[prompt.row.task] += 1
-                    self._say(f"{label}, {prompt.row.id}: {result['error']}", "red")
+                    running.failed[prompt.sample.task] += 1
+                    self._say(f"{label}, {prompt.sample.id}: {result['error']}", "red")
                     if failures == FAILURES_AT_FIRST and not running.scores:
                         raise EvalError(
                             f"{label}: the first {failures} prompts all failed, the last with {result['error']}"
@@ -122,7 +122,7 @@ class Runner:
                             "attention under another name; is the model patched, and does it use its cache?"
                         )
                 self._judge(condition, running)
-                self.progress.step(running.note(prompt.row.task))
+                self.progress.step(running.note(prompt.sample.task))
         self.progress.end_stage()
         return failures
 
@@ -144,24 +144,24 @@ class Runner:
             if len(batch) == 1:
                 yield batch, [self._base(condition, batch[0]) | {"error": error}]
                 continue
-            self._say(f"{label}, {len(batch)} prompts from {batch[0].row.id} on: {error}; now one by one", "yellow")
+            self._say(f"{label}, {len(batch)} prompts from {batch[0].sample.id} on: {error}; now one by one", "yellow")
             for prompt in batch:
                 results, error = self._generate(condition, [prompt])
                 yield [prompt], results if error is None else [self._base(condition, prompt) | {"error": error}]
 
     def _base(self, condition: Condition, prompt: Prompt) -> dict[str, Any]:
         return {
-            "id": prompt.row.id,
+            "id": prompt.sample.id,
             "condition": condition.slug,
             "run": self.store.manifest()["key"],
-            "text_sha256": prompt.row.text_sha256,
+            "text_sha256": prompt.sample.text_sha256,
         }
 
     def _ids(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises EvalError if they are not those that were frozen."""
-        ids = self.renderer.encode(prompt.row.input, prompt.row.answer_prefix)
+        ids = self.renderer.encode(prompt.sample.input, prompt.sample.answer_prefix)
         if ids_sha256(ids) != prompt.ids_sha256:
-            raise EvalError(f"{prompt.row.id}: the tokenizer makes other ids of this prompt than when it was frozen")
+            raise EvalError(f"{prompt.sample.id}: the tokenizer makes other ids of this prompt than when it was frozen")
         return ids
 
     def _generate(self, condition: Condition, batch: list[Prompt]) -> tuple[list[dict[str, Any]], str | None]:
@@ -172,7 +172,7 @@ class Runner:
         batch is generated again.
         """
         prompts = [self._ids(prompt) for prompt in batch]
-        names = [prompt.row.id for prompt in batch]
+        names = [prompt.sample.id for prompt in batch]
         handle = self.handle
         handle.access.reset()
         handle.sequence_keys = [generation.sequence_key(self.seed, name) for name in names]
@@ -180,7 +180,7 @@ class Runner:
         sparse, dense = handle.sparse_calls, handle.dense_calls
         start, failure = time.perf_counter(), None
         try:
-            answers = generation.generate(self.model, self.renderer.tokenizer, prompts, batch[0].row.max_new_tokens)
+            answers = generation.generate(self.model, self.renderer.tokenizer, prompts, batch[0].sample.max_new_tokens)
         except Exception as error:  # out of memory has several types, by device; the rest of the run goes on
             failure = f"{type(error).__name__}: {error}".split("\n")[0]
         if failure is not None:  # outside of the handler, whose traceback holds the failed call's tensors
@@ -201,7 +201,7 @@ class Runner:
             self._base(condition, prompt)
             | {
                 "output": answer.text,
-                "score": scoring.score(answer.text, prompt.row.references, prompt.row.metric),
+                "score": scoring.score(answer.text, prompt.sample.references, prompt.sample.metric),
                 "n_prompt": len(ids),
                 "n_new": answer.n_new,
                 "hit_cap": answer.hit_cap,
@@ -239,7 +239,7 @@ class Runner:
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
     """At most `size` prompts at a time, in order, each time of one task and one cap on new tokens."""
-    for _, alike in groupby(prompts, lambda prompt: (prompt.row.task, prompt.row.max_new_tokens)):
+    for _, alike in groupby(prompts, lambda prompt: (prompt.sample.task, prompt.sample.max_new_tokens)):
         task = list(alike)
         for start in range(0, len(task), size):
             yield task[start : start + size]
@@ -256,8 +256,8 @@ class _Running:
         self.read = self.dense = 0
 
     def add(self, prompt: Prompt, result: dict[str, Any]) -> None:
-        self.scores[prompt.row.task].append(result["score"])
-        self.outputs[prompt.row.task].append((result["output"], prompt.row.references))
+        self.scores[prompt.sample.task].append(result["score"])
+        self.outputs[prompt.sample.task].append((result["output"], prompt.sample.references))
         self.read += result["access"].get("numerator", 0)
         self.dense += result["access"].get("denominator", 0)
 

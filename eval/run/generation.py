@@ -23,9 +23,9 @@ class Answer:
     late: int = 0
 
 
-def sequence_key(seed: int, row_id: str) -> int:
+def sequence_key(seed: int, sample_id: str) -> int:
     """Noise key of a prompt, below 2**63: from the base seed and the prompt's id, so the same for all budgets."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{row_id}".encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()[:8], "big") >> 1
 
 
 def end_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from latent_santa.eval.conditions import Condition
+from latent_santa.eval.run.conditions import Condition
 
 
 @dataclass

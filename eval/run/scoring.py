@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from latent_santa.eval.rows import Metric
+from latent_santa.eval.sources.samples import Metric
 
 _CONTROL = re.compile("[\x00-\x1f]")
 

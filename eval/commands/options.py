@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.models import DTYPES, QUANTS, ModelSpec
+from latent_santa.eval.run.models import DTYPES, QUANTS, ModelSpec
 
 
 def add_model_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:

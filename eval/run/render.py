@@ -1,4 +1,4 @@
-"""Rendering a row for one tokenizer: chat template once, special tokens once, answer prefix where it is asked for."""
+"""Rendering a sample for one tokenizer: chat template once, special tokens once, answer prefix where asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.rows import Row
+from latent_santa.eval.sources.samples import Sample
 
 PREFIX_PLACES = ("assistant", "user", "none")
 
@@ -29,7 +29,7 @@ def ids_sha256(ids: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Turns rows into token ids.
+    """Turns samples into token ids.
 
     answer_prefix  "assistant": the prefix opens the model's turn (as the official predictor does it by sending one
                    string); "user": it closes the user's turn; "none": it is left out
@@ -67,22 +67,22 @@ class Renderer:
         """Number of tokens of the prompt."""
         return len(self.encode(user, prefix))
 
-    def prompt(self, row: Row, limit: int | None) -> list[int]:
-        """Token ids of a row, checked: nothing is truncated, and the answer fits as well.
+    def prompt(self, sample: Sample, limit: int | None) -> list[int]:
+        """Token ids of a sample, checked: nothing is truncated, and the answer fits as well.
 
         Raises EvalError if prompt and new tokens together exceed `limit`, or if the prompt starts with two BOS tokens.
         """
-        ids = self.encode(row.input, row.answer_prefix)
+        ids = self.encode(sample.input, sample.answer_prefix)
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise EvalError(
-                f"{row.id}: the prompt starts with two BOS tokens; the data seem to have a chat template in them "
+                f"{sample.id}: the prompt starts with two BOS tokens; the data seem to have a chat template in them "
                 "already: use --no-chat-template"
             )
-        if limit is not None and len(ids) + row.max_new_tokens > limit:
+        if limit is not None and len(ids) + sample.max_new_tokens > limit:
             raise EvalError(
-                f"{row.id}: {len(ids)} prompt tokens and {row.max_new_tokens} new ones exceed the model's limit of "
-                f"{limit} positions, and prompts are never truncated; use shorter data, or --context-limit if the "
+                f"{sample.id}: {len(ids)} prompt tokens and {sample.max_new_tokens} new ones exceed the model's limit "
+                f"of {limit} positions, and prompts are never truncated; use shorter data, or --context-limit if the "
                 "model is known to take more"
             )
         return ids

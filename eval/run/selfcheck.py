@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from latent_santa.eval.comparison import common_start
+from latent_santa.eval.run.comparison import common_start
 
 NEW_TOKENS = 8
 DRAFT_TOKENS = 3

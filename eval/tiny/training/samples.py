@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from . import haystack
-from .curriculum import Mix
-from .encoder import ASSISTANT, BOS, EOS, USER, PieceEncoder
-from .haystack import weave
-from .sentences import (
+from .. import haystack
+from ..encoder import ASSISTANT, BOS, EOS, USER, PieceEncoder
+from ..haystack import weave
+from ..sentences import (
     FACTS,
     INTRO,
     Question,
@@ -27,8 +26,9 @@ from .sentences import (
     people,
     store,
 )
-from .tasks import interleave, word_stream
-from .words import CIPHERS, KEYS, NAMES, OUTSIDE, TOWNS, draw_keys
+from ..tasks import interleave, word_stream
+from ..words import CIPHERS, KEYS, NAMES, OUTSIDE, TOWNS, draw_keys
+from .curriculum import Mix
 
 KINDS = ("niah", "vt", "fwe", "facts", "pairs")
 _SHARES = (46, 17, 18, 19)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from latent_santa.eval.paper_tables import MEAN
-from latent_santa.eval.tables import lines_of
+from latent_santa.eval.report.paper_tables import MEAN
+from latent_santa.eval.report.tables import lines_of
 
 _MARKERS = "osD^vPX*<>"
 

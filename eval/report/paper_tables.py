@@ -1,14 +1,20 @@
-"""The paper's value for a setting, and which conditions of a table a run meets, misses or cannot know."""
+"""The paper's value for a setting, and which conditions of a table a run meets, misses or cannot know.
+
+paper_tables.csv holds the numbers, copied from the paper's text: one cell per line, with KV access, score and
+half-width in percent. Its methods are dense (SDPA), santa, kmeans and contiguous (SANTA++), and centroid4 and
+centroid16 (B = 4 and 16); its column "mean" is the equal-weight mean over the table's tasks. Table 6 has k-means parents.
+"""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from latent_santa.eval import paper_numbers
-from latent_santa.eval.conditions import Condition
+from latent_santa.eval.run.conditions import Condition
 from latent_santa.eval.sources.tasks import OFFICIAL
 
 MEAN = "mean"
@@ -18,7 +24,7 @@ MLA_TASKS = ("niah_multivalue", "fwe", "qa_1")
 
 @dataclass(frozen=True)
 class Table:
-    """One of the paper's RULER tables: its model, length, tasks, prompts a task, budgets and numbers."""
+    """One of the paper's RULER tables: its model, length, tasks, prompts per task and budgets."""
 
     number: str
     model: str
@@ -26,7 +32,6 @@ class Table:
     tasks: tuple[str, ...]
     n: int
     budgets: tuple[int, ...]
-    text: str
 
 
 @dataclass(frozen=True)
@@ -42,35 +47,29 @@ class Value:
 _ALL = tuple(OFFICIAL)
 _TO_1024, _TO_4096 = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048, 4096)
 TABLES = (
-    Table("4", QWEN, 32768, _ALL, 500, _TO_4096, paper_numbers.TABLE_4),
-    Table("11", QWEN, 8192, _ALL, 500, _TO_1024, paper_numbers.TABLE_11),
-    Table("6", QWEN, 8192, _ALL, 100, (128, 256, 512), paper_numbers.TABLE_6),
-    Table("12", QWEN, 32768, _ALL, 500, _TO_4096, paper_numbers.TABLE_12),
-    Table("15-18", DEEPSEEK, 8192, MLA_TASKS, 50, _TO_1024, paper_numbers.TABLES_15_18),
+    Table("4", QWEN, 32768, _ALL, 500, _TO_4096),
+    Table("11", QWEN, 8192, _ALL, 500, _TO_1024),
+    Table("6", QWEN, 8192, _ALL, 100, (128, 256, 512)),
+    Table("12", QWEN, 32768, _ALL, 500, _TO_4096),
+    Table("15-18", DEEPSEEK, 8192, MLA_TASKS, 50, _TO_1024),
 )
 
 
 @cache
 def numbers(table: Table) -> dict[tuple[str, int | None, str], Value]:
-    """(method key, S, column) to value, parsed from the table's text."""
-    cells: dict[tuple[str, int | None, str], Value] = {}
-    columns: list[str] = []
-    for line in table.text.split("\n"):
-        words = line.split()
-        if not words:
-            continue
-        if words[0] == "columns":
-            columns = words[1:]
-            continue
-        budget = None if words[1] == "-" else int(words[1])
-        for i, column in enumerate(columns):
-            access, score, half = map(float, words[2 + 3 * i : 5 + 3 * i])
-            cells[words[0], budget, column] = Value(access, score, half, table.number)
-    return cells
+    """(method key, S, column) to the table's value."""
+    with (Path(__file__).parent / "paper_tables.csv").open(newline="", encoding="utf-8") as file:
+        return {
+            (cell["method"], int(cell["S"]) if cell["S"] else None, cell["column"]): Value(
+                float(cell["access"]), float(cell["score"]), float(cell["half"]), table.number
+            )
+            for cell in csv.DictReader(file)
+            if cell["table"] == table.number
+        }
 
 
 def method_key(condition: Condition) -> str | None:
-    """The condition's name in the tables' texts; None for settings that the paper did not run."""
+    """The condition's method in paper_tables.csv; None for settings that the paper did not run."""
     if condition.method in ("dense", "santa"):
         return condition.method
     if condition.method == "centroid":

@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.conditions import Condition, condition_from_dict
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.render import Renderer, ids_sha256
-from latent_santa.eval.sources import Request, load_rows
-from latent_santa.eval.store import Prompt, Store, differences
+from latent_santa.eval.run.conditions import Condition, condition_from_dict
+from latent_santa.eval.run.render import Renderer, ids_sha256
+from latent_santa.eval.run.store import Prompt, Store, differences
+from latent_santa.eval.sources import Request, load_samples
 
 # what a setting was in runs that were started before there was an option for it
 BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model"}
@@ -27,12 +27,12 @@ PACKAGES = (
 def make_prompts(
     request: Request, renderer: Renderer, tiny: bool, limit: int | None, advance: Callable[[str], None]
 ) -> tuple[list[Prompt], dict[str, Any], list[str]]:
-    """Rows of the request, rendered and checked against the context limit; with their origin and warnings."""
-    loaded = load_rows(request, renderer, tiny, advance)
+    """Samples of the request, rendered and checked against the context limit; with their origin and warnings."""
+    loaded = load_samples(request, renderer, tiny, advance)
     prompts = []
-    for row in loaded.rows:
-        ids = renderer.prompt(row, limit)
-        prompts.append(Prompt(row, len(ids), ids_sha256(ids)))
+    for sample in loaded.samples:
+        ids = renderer.prompt(sample, limit)
+        prompts.append(Prompt(sample, len(ids), ids_sha256(ids)))
     return prompts, loaded.origin | {"most_tokens": max(prompt.n_tokens for prompt in prompts)}, loaded.warnings
 
 
@@ -84,7 +84,7 @@ def new_run(
             "origin": origin,
             "warnings": warnings,
             "environment": environment(),
-            "prompt_ids": [prompt.row.id for prompt in prompts],
+            "prompt_ids": [prompt.sample.id for prompt in prompts],
         },
         prompts,
     )

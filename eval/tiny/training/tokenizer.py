@@ -1,6 +1,6 @@
 """Trains the embedded model's tokenizer: byte-level BPE in which every listed word and every digit is one token.
 
-    python -m latent_santa.eval.tiny.tokenizer OUT_DIRECTORY
+    python -m latent_santa.eval.tiny.training.tokenizer OUT_DIRECTORY
 
 The corpus is made from the running interpreter's help topics and docstrings, so another Python version gives another
 tokenizer; train the network again after training the tokenizer.
@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from . import haystack, sentences, words
+from .. import haystack, sentences, words
 
 SPECIALS = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 SIZE = 4096

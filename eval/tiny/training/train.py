@@ -1,7 +1,7 @@
 """Trains the embedded model from scratch (one GPU, under ten minutes), or a small one on the CPU to try the code.
 
-    python -m latent_santa.eval.tiny.train --resume
-    python -m latent_santa.eval.tiny.train --out /tmp/small --device cpu --steps 60 --small --tokens 1088 --workers 0
+    python -m latent_santa.eval.tiny.training.train --resume
+    python -m latent_santa.eval.tiny.training.train --out /tmp/small --device cpu --steps 60 --small --tokens 1088 --workers 0
 
 OUT receives model.safetensors (bfloat16, the names of transformers' DeepseekV2ForCausalLM), checkpoint.pt (weights,
 optimizer and progress, replaced atomically) and log.jsonl. Copy model.safetensors over the one in `model/` to ship it.
@@ -30,14 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..encoder import PAD, PieceEncoder
+from ..load import MODEL_DIRECTORY
+from ..tasks import HARD_TASKS, TASKS
 from .data import Batch, BatchMaker, Feed
-from .encoder import PAD, PieceEncoder
 from .evaluate import Prompt, prompts
-from .load import MODEL_DIRECTORY
 from .network import SMALL, Network, Shape
 from .optimizer import MuonAdamW
 from .samples import KINDS
-from .tasks import HARD_TASKS, TASKS
 
 LM_WEIGHT = 0.1
 WARMUP_STEPS = 100

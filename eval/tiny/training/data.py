@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..encoder import PAD, PieceEncoder
 from .curriculum import mix
-from .encoder import PAD, PieceEncoder
 from .samples import KINDS, Sampler, training_prose
 
 

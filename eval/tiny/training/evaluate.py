@@ -1,6 +1,6 @@
 """Dense scores of the embedded model through transformers, on fresh prompts.
 
-    python -m latent_santa.eval.tiny.evaluate --lengths 1024,2048 -n 50
+    python -m latent_santa.eval.tiny.training.evaluate --lengths 1024,2048 -n 50
 
 An answer that is the argmax at every token given the tokens before it is what greedy decoding would write; only the
 other prompts are decoded. With --control the answers are taken out of the prompts first, so that any score comes
@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..scoring import score
-from .encoder import ASSISTANT, BOS, EOS, USER, PieceEncoder
-from .load import load_tiny
-from .sentences import number as random_number
-from .source import prompt
-from .tasks import HARD_TASKS, TASKS
+from latent_santa.eval.run.scoring import score
+
+from ..encoder import ASSISTANT, BOS, EOS, USER, PieceEncoder
+from ..load import load_tiny
+from ..sentences import number as random_number
+from ..source import prompt
+from ..tasks import HARD_TASKS, TASKS
 
 FRESH_SEED = 20261130
 

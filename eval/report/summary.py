@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from latent_santa.eval import paper_tables, statistics
-from latent_santa.eval.conditions import Condition, condition_from_dict
-from latent_santa.eval.paper_tables import MEAN
+from latent_santa.eval.report import paper_tables, statistics
+from latent_santa.eval.report.paper_tables import MEAN
+from latent_santa.eval.report.statistics import Interval
+from latent_santa.eval.run.conditions import Condition, condition_from_dict
+from latent_santa.eval.run.store import Prompt, Store, write_atomic
 from latent_santa.eval.sources.tasks import mean_label
-from latent_santa.eval.statistics import Interval
-from latent_santa.eval.store import Prompt, Store, write_atomic
 
 INVALID = "INVALID"
 
@@ -41,12 +41,12 @@ def _scores(prompts: list[Prompt], results: Results, tasks: Sequence[str]) -> di
     """Task to per-prompt scores in prompt order; None if a result is missing, as a mean would then not be matched."""
     found: dict[str, list[float]] = {task: [] for task in tasks}
     for prompt in prompts:
-        if prompt.row.task not in found:
+        if prompt.sample.task not in found:
             continue
-        result = results.get(prompt.row.id)
+        result = results.get(prompt.sample.id)
         if result is None or "error" in result:
             return None
-        found[prompt.row.task].append(result["score"])
+        found[prompt.sample.task].append(result["score"])
     return {task: np.array(values) for task, values in found.items()}
 
 
@@ -92,7 +92,7 @@ class _Report:
         }
 
     def _lengths(self) -> dict[str, dict[str, int]]:
-        lengths = {task: [p.n_tokens for p in self.prompts if p.row.task == task] for task in self.tasks}
+        lengths = {task: [p.n_tokens for p in self.prompts if p.sample.task == task] for task in self.tasks}
         return {task: {"least": min(v), "median": int(np.median(v)), "most": max(v)} for task, v in lengths.items()}
 
     def _row(self, condition: Condition) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class _Report:
             "R": condition.representatives,
             "estimator": condition.estimator,
             "done": len(good),
-            "failed": sorted(row_id for row_id, result in results.items() if "error" in result),
+            "failed": sorted(sample_id for sample_id, result in results.items() if "error" in result),
             "prompts": len(self.prompts),
             "hit_cap": sum(result["hit_cap"] for result in good),
             "new_tokens": sum(result["n_new"] for result in good),
@@ -119,8 +119,8 @@ class _Report:
         """One table cell: of a task, or of the equal-weight mean. Without all of its results it has no score."""
         tasks = self.tasks if column == MEAN else (column,)
         results = self.results[condition]
-        wanted = [prompt for prompt in self.prompts if prompt.row.task in tasks]
-        good = [r for p in wanted if (r := results.get(p.row.id)) is not None and "error" not in r]
+        wanted = [prompt for prompt in self.prompts if prompt.sample.task in tasks]
+        good = [r for p in wanted if (r := results.get(p.sample.id)) is not None and "error" not in r]
         access, selected = pooled_access(good, condition.method == "dense") if good else (None, None)
         cell: dict[str, Any] = {
             "n": len(good),
@@ -273,7 +273,7 @@ def write_reports(store: Store, plot: bool = True) -> tuple[dict[str, Any], list
 
     Returns the summary and notes on what was left out.
     """
-    from latent_santa.eval import plots, tables
+    from latent_santa.eval.report import plots, tables
 
     summary = summarise(store)
     directory = store.directory
