@@ -13,6 +13,7 @@ import pytest
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import paper_tables, plots, tables
+from latent_santa.eval.report.summary import exit_code, pooled_access, summarise, write_reports
 from latent_santa.eval.run.conditions import Condition, condition_from_dict, expand
 from latent_santa.eval.run.store import Prompt, Store
 from latent_santa.eval.sources.samples import make_sample
@@ -60,7 +61,7 @@ def same(values):
 
 def test_scores_retained_differences_and_pooled_access(tmp_path):
     scores = {DENSE: same([1, 1, 1, 0]), PAPER[0]: same([1, 0, 1, 0])}
-    summary = report.summarise(make_run(tmp_path, scores))
+    summary = summarise(make_run(tmp_path, scores))
     dense, sparse = (row["cells"]["mean"] for row in summary["conditions"])
     assert dense["score"]["value"] == 75 and dense["retained"] == 100 and dense["access"] == 100
     assert dense["difference"] is None
@@ -75,30 +76,30 @@ def test_scores_retained_differences_and_pooled_access(tmp_path):
 def test_access_is_pooled_and_not_averaged():
     results = [{"access": {"numerator": 10, "row_read": 5, "denominator": 10}}]
     results.append({"access": {"numerator": 30, "row_read": 30, "denominator": 90}})
-    assert report.pooled_access(results, dense=False) == (40.0, 35.0)
-    assert report.pooled_access([{"access": {}}], dense=True) == (100.0, 100.0)
-    assert report.pooled_access([{"access": {}}], dense=False) == (None, None)
+    assert pooled_access(results, dense=False) == (40.0, 35.0)
+    assert pooled_access([{"access": {}}], dense=True) == (100.0, 100.0)
+    assert pooled_access([{"access": {}}], dense=False) == (None, None)
 
 
 def test_missing_and_failed_prompts_leave_no_mean(tmp_path):
     scores = {DENSE: same([1, 1, 1, 1]), PAPER[0]: same([1, 1, 1, 1]), PAPER[1]: same([1, 1, 1, 1])}
     scores[PAPER[0]] = same([1, 1, 1, 1]) | {"fwe": [1, "error", 1, 1]}
     scores[PAPER[1]] = same([1, 1, 1, 1]) | {"qa_1": [1, 1, None, None]}
-    summary = report.summarise(make_run(tmp_path, scores))
+    summary = summarise(make_run(tmp_path, scores))
     _, failed, missing = summary["conditions"]
     assert failed["cells"]["mean"]["score"] is None and failed["cells"]["fwe"]["score"] is None
     assert failed["cells"]["qa_1"]["score"]["value"] == 100 and failed["failed"] == ["fwe/000001"]
     assert missing["cells"]["mean"]["score"] is None and missing["cells"]["fwe"]["score"]["value"] == 100
     assert any("1 prompts failed (fwe/000001" in text for text in summary["warnings"])
     assert any("2 of 12 prompts have no result" in text for text in summary["warnings"])
-    assert "| - |" in tables.markdown(summary) and report.exit_code(summary) == 1
+    assert "| - |" in tables.markdown(summary) and exit_code(summary) == 1
 
 
 def test_estimators_are_compared_on_matched_prompts(tmp_path):
     lower, upper = PAPER
     scores = {lower: same([1, 0, 0, 0]), upper: same([1, 1, 0, 0])}
     scores |= {replace(upper, estimator="pooled"): same([1, 1, 1, 0]), POOLED: same([1, 1, 1, 0])}
-    summary = report.summarise(make_run(tmp_path / "both", scores))
+    summary = summarise(make_run(tmp_path / "both", scores))
     both = summary["estimators"]
     assert [(row["name"], row["S"], row["difference"]["value"]) for row in both["settings"]] == [
         ("SANTA++ k-means 16/4", 256, 25.0),
@@ -111,22 +112,20 @@ def test_estimators_are_compared_on_matched_prompts(tmp_path):
     assert "| all of these together |  |  |  | +37.50 [" in tables.markdown(summary)
 
     scores[POOLED] = same([1, 1, None, 0])
-    assert [row["S"] for row in report.summarise(make_run(tmp_path / "part", scores))["estimators"]["settings"]] == [
-        256
-    ]
-    alone = report.summarise(make_run(tmp_path / "alone", {lower: same([1, 0, 0, 0])}))
+    assert [row["S"] for row in summarise(make_run(tmp_path / "part", scores))["estimators"]["settings"]] == [256]
+    alone = summarise(make_run(tmp_path / "alone", {lower: same([1, 0, 0, 0])}))
     assert alone["estimators"] is None and "Pooled minus per head" not in tables.markdown(alone)
 
 
 def test_sparse_above_dense_and_never_sparse_are_flagged(tmp_path):
     scores = {DENSE: same([0, 0, 1, 1]), PAPER[0]: same([1, 1, 1, 1]), PAPER[1]: same([0, 0, 1, 1])}
     store = make_run(tmp_path, scores)
-    assert report.exit_code(report.summarise(store)) == 0
+    assert exit_code(summarise(store)) == 0
     path = store.results_directory / f"{PAPER[1].slug}.jsonl"
     path.write_text(path.read_text().replace('"sparse_calls": 3', '"sparse_calls": 0'))
-    summary = report.summarise(Store(tmp_path))
+    summary = summarise(Store(tmp_path))
     warnings = summary["warnings"]
-    assert report.exit_code(summary) == 1
+    assert exit_code(summary) == 1
     assert any(
         text.startswith("SANTA++ k-means 16/4 per head S=128 is above dense on mean of 3 tasks by 50")
         for text in warnings
@@ -138,19 +137,19 @@ def test_sparse_above_dense_and_never_sparse_are_flagged(tmp_path):
 
 def test_paper_values_stand_beside_the_papers_settings_only(tmp_path):
     scores = {c: same([1, 1, 1, 0]) for c in (DENSE, *PAPER, POOLED)}
-    summary = report.summarise(make_run(tmp_path / "a", scores))
+    summary = summarise(make_run(tmp_path / "a", scores))
     cells = [row["cells"] for row in summary["conditions"]]
     assert cells[0]["mean"]["paper"] == {"access": 100.0, "score": 86.22, "half": 4.56, "table": "15-18"}
     assert cells[1]["qa_1"]["paper"]["score"] == 54.0 and cells[2]["fwe"]["paper"]["access"] == 62.25
     assert all(cell["paper"] is None for cell in cells[3].values())
     text = tables.markdown(summary)
     assert "paper: KV (%)" in text and "69.67 ± 5.92" in text
-    short = report.summarise(make_run(tmp_path / "short", scores, tokens=600))
+    short = summarise(make_run(tmp_path / "short", scores, tokens=600))
     assert "the longest prompt has 603 tokens" in short["warnings"][1]
     assert not any(cell["paper"] for row in short["conditions"] for cell in row["cells"].values())
     others = ({"data": "builtin"}, {"model": "Qwen/Qwen2.5-7B-Instruct"}, {"length": 4096}, {"noise": "shared"})
     for changed in others:
-        other = report.summarise(make_run(tmp_path / str(changed), scores, **changed))
+        other = summarise(make_run(tmp_path / str(changed), scores, **changed))
         assert not any(
             cell["paper"]
             for row in other["conditions"]
@@ -211,12 +210,12 @@ def test_a_table_asks_for_its_methods_and_lengths(tmp_path):
 
 def test_files_are_rebuilt_the_same(tmp_path):
     store = make_run(tmp_path, {c: same([1, 1, 0, 1]) for c in (DENSE, *PAPER, POOLED)}, data="builtin")
-    summary, notes = report.write_reports(store)
+    summary, notes = write_reports(store)
     names = ("summary.json", "summary.csv", "table.md", "access_accuracy.png")
     before = {name: (tmp_path / name).read_bytes() for name in names}
     for name in names:
         (tmp_path / name).unlink()
-    report.write_reports(Store(tmp_path))
+    write_reports(Store(tmp_path))
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
     assert notes == [] and json.loads(before["summary.json"]) == summary
     assert struct.unpack(">II", before["access_accuracy.png"][16:24]) == (1125, 750)
@@ -228,7 +227,7 @@ def test_files_are_rebuilt_the_same(tmp_path):
 
 
 def test_without_results_there_is_no_picture(tmp_path):
-    summary = report.summarise(make_run(tmp_path, {DENSE: same([None] * 4)}))
+    summary = summarise(make_run(tmp_path, {DENSE: same([None] * 4)}))
     assert plots.access_accuracy(summary) is None
     assert tables.markdown(summary).count("| dense (SDPA) | - | - |") == 4
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from latent_santa.eval.tiny import samples
+from latent_santa.eval.tiny.training import samples
 from latent_santa.eval.tiny.training.curriculum import mix
 from latent_santa.eval.tiny.training.train import Settings, Trainer, main, train
 

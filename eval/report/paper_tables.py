@@ -2,7 +2,8 @@
 
 paper_tables.csv holds the numbers, copied from the paper's text: one cell per line, with KV access, score and
 half-width in percent. Its methods are dense (SDPA), santa, kmeans and contiguous (SANTA++), and centroid4 and
-centroid16 (B = 4 and 16); its column "mean" is the equal-weight mean over the table's tasks. Table 6 has k-means parents.
+centroid16 (B = 4 and 16); its column "mean" is the equal-weight mean over the table's tasks. Table 6 has k-means
+parents.
 """
 
 from __future__ import annotations

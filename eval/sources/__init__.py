@@ -59,7 +59,7 @@ def family(data: str, tiny: bool) -> Family:
 def load_samples(
     request: Request, renderer: Renderer, tiny: bool, advance: Callable[[str], None] = lambda task: None
 ) -> Loaded:
-    """All samples of a request; `advance(task)` is called after each. Raises EvalError before anything slow if it can."""
+    """All samples of a request; calls `advance(task)` after each. Raises EvalError, early where it can."""
     kind = family(request.data, tiny)
     if kind == "official":
         return _official(request, advance)

@@ -1,4 +1,4 @@
-"""Samples of the data set that kvpress publishes on the Hugging Face hub, loaded with `datasets` at a fixed revision."""
+"""Samples of the data set that kvpress publishes on the Hugging Face hub, read with `datasets` at a fixed revision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One evaluation prompt before it is rendered for a model: what every source of prompts yields."""
+"""One prompt of the evaluation before it is rendered for a model: what every source of prompts yields."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def sample_to_dict(sample: Sample) -> dict[str, Any]:
 
 
 def sample_from_dict(data: dict[str, Any]) -> Sample:
-    """The inverse of `sample_to_dict`; other keys are ignored. Raises ValueError if the text does not match its hash."""
+    """The inverse of `sample_to_dict`; ignores other keys. Raises ValueError if the text does not match its hash."""
     sample = make_sample(
         data["task"],
         int(data["id"].rpartition("/")[2]),

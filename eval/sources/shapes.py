@@ -1,4 +1,4 @@
-"""One record of official data to one sample: the two generations of RULER's own files, and the split columns of kvpress.
+"""One record of official data to one sample: both generations of RULER's own files, and the split columns of kvpress.
 
 The `index` field is never read: RULER's needle generator overwrites it with a character offset.
 """

@@ -1,7 +1,7 @@
 """Trains the embedded model from scratch (one GPU, under ten minutes), or a small one on the CPU to try the code.
 
     python -m latent_santa.eval.tiny.training.train --resume
-    python -m latent_santa.eval.tiny.training.train --out /tmp/small --device cpu --steps 60 --small --tokens 1088 --workers 0
+    python -m latent_santa.eval.tiny.training.train --out OUT --device cpu --steps 60 --small --tokens 1088 --workers 0
 
 OUT receives model.safetensors (bfloat16, the names of transformers' DeepseekV2ForCausalLM), checkpoint.pt (weights,
 optimizer and progress, replaced atomically) and log.jsonl. Copy model.safetensors over the one in `model/` to ship it.
