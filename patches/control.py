@@ -179,8 +179,6 @@ class Controller:
             self._key_sequences(layers, batch, tokens.device)
         if held == 0:
             kind = "prefill"
-            for adapter in self.adapters:
-                adapter.forget_weights()
         elif self.thread.prefill_target is not None:
             kind = "prefill"
         elif new == 1:

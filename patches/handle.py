@@ -106,8 +106,8 @@ class SantaHandle:
             config._attn_implementation_internal = NAME
             self._set(module, "_latent_santa", PatchedLayer(adapter, controller, module.config))
             self._set(module, "config", config)
-            if adapter.layout == "mla":
-                self._set(module, "expand_kv", _unexpanded)
+            for name, value in adapter.replaces.items():
+                self._set(module, name, value)
         self._hooks = [
             base.register_forward_pre_hook(controller.before, with_kwargs=True),
             base.register_forward_hook(controller.after, with_kwargs=True),
@@ -386,8 +386,3 @@ def _why_dense(made: dict[str, int]) -> str:
     if made.get("verify"):
         return "it made calls of several tokens only (drafts, or a turn of fewer than P tokens), which attend densely"
     return "it made no single-token call on a filled cache, and first_token='dense' replays nothing"
-
-
-def _unexpanded(latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stands in for a module's expand_kv, so that the attention function gets the cache's own rows."""
-    return latents, rotary

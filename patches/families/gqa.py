@@ -18,6 +18,7 @@ class GqaAdapter:
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        self.replaces: dict[str, Any] = {}
         self.group = module.num_key_value_groups
 
     @property
@@ -27,9 +28,6 @@ class GqaAdapter:
 
     def unit(self, method: str) -> Unit:
         return GQA_SANTA_UNIT if method == "santa" else GQA_UNIT
-
-    def forget_weights(self) -> None:
-        """Nothing is kept."""
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
         """Query states ``(B, G * H, 1, D)`` as one part ``(B, G, H, D)``, float32; a group's heads are neighbours."""

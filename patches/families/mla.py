@@ -20,12 +20,19 @@ class MlaAdapter:
     """
 
     layout = "mla"
+    PARTS = ("kv_b_proj", "kv_a_layernorm", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 
     def __init__(self, module: Any) -> None:
+        missing = [part for part in self.PARTS if not hasattr(module, part)]
+        if missing:
+            raise NotImplementedError(f"has expand_kv but no {', '.join(missing)}")
         self.module = module
+        self.replaces: dict[str, Any] = {"expand_kv": _unexpanded}
         self.nope, self.rope = module.qk_nope_head_dim, module.qk_rope_head_dim
         self.value_dim, self.rank = module.v_head_dim, module.kv_lora_rank
-        self._projected: Tensor | None = None
+        # taken anew at every query: nothing shows reliably that a projection has not changed since. A write through
+        # ``weight.data`` does not count as a version, and an adapter's scale is a number anywhere in its module
+        self._weights: Tensor | None = None
 
     @property
     def key_dims(self) -> tuple[int, ...]:
@@ -35,14 +42,10 @@ class MlaAdapter:
     def unit(self, method: str) -> Unit:
         return MLA_UNIT
 
-    def forget_weights(self) -> None:
-        """Drop the copy of a projection that cannot be read directly; it is made again when next needed."""
-        self._projected = None
-
     def up_projection(self) -> Tensor:
-        """W_UK over W_UV: ``(H, nope + v, rank)``, as the module applies it.
+        """W_UK over W_UV as the module applies them now: ``(H, nope + v, rank)`` in the model's dtype.
 
-        A plain linear layer's weight is used as it stands. Anything else (quantised, offloaded, with adapters) is
+        The weight of a plain linear layer is used directly. Anything else (quantised, offloaded, with adapters) is
         asked what it does to the unit vectors, so that packed weights are never read as numbers.
         """
         projection = self.module.kv_b_proj
@@ -50,21 +53,18 @@ class MlaAdapter:
             weight = projection.weight
             if weight.is_floating_point() and weight.element_size() >= 2 and not weight.is_meta:
                 return weight.view(-1, self.nope + self.value_dim, self.rank)
-        projected = self._projected
-        if projected is None:
-            layer_norm = self.module.kv_a_layernorm.weight
-            device = layer_norm.device if not layer_norm.is_meta else torch.device("cpu")
-            unit = torch.eye(self.rank, dtype=layer_norm.dtype, device=device)
-            with torch.no_grad():
-                image = projection(unit)
-            projected = image.transpose(0, 1).reshape(-1, self.nope + self.value_dim, self.rank).contiguous()
-            self._projected = projected
-        return projected
+        layer_norm = self.module.kv_a_layernorm.weight
+        device = layer_norm.device if not layer_norm.is_meta else torch.device("cpu")
+        unit = torch.eye(self.rank, dtype=layer_norm.dtype, device=device)
+        with torch.no_grad():
+            image = projection(unit)
+        return image.transpose(0, 1).reshape(-1, self.nope + self.value_dim, self.rank).contiguous()
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
         """Query states ``(B, H, 1, nope + rope)`` as parts ``(B, 1, H, rank)`` and ``(B, 1, H, rope)``, float32."""
+        self._weights = self.up_projection()
         content, rotary = states[:, :, 0].float().split((self.nope, self.rope), -1)
-        w_uk = self.up_projection()[:, : self.nope].to(device=states.device, dtype=torch.float32)
+        w_uk = self._weights[:, : self.nope].to(device=states.device, dtype=torch.float32)
         return torch.einsum("bhd,hdr->bhr", content, w_uk)[:, None], rotary[:, None]
 
     def rows(self, keys: Tensor, values: Tensor) -> Rows:
@@ -77,7 +77,8 @@ class MlaAdapter:
 
     def output(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """Latent sums ``(B, 1, H, rank)`` as attention output ``(B, 1, H, v)`` in the model's dtype."""
-        w_uv = self.up_projection()[:, self.nope :].to(device=out.device, dtype=torch.float32)
+        assert self._weights is not None
+        w_uv = self._weights[:, self.nope :].to(device=out.device, dtype=torch.float32)
         return torch.einsum("bghr,hvr->bghv", out, w_uv).to(dtype)
 
     def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,3 +119,8 @@ class MlaAdapter:
                     f"{tolerance:.0e}); its kv_b_proj ({type(self.module.kv_b_proj).__name__}) is not the plain latent "
                     "up-projection that latent_santa supports"
                 )
+
+
+def _unexpanded(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Stands in for a module's ``expand_kv``, so that the attention function gets the cache's own rows."""
+    return latents, rotary

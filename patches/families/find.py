@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from .adapter import Adapter
 from .gqa import GqaAdapter
 from .mla import MlaAdapter
 
-Adapter = MlaAdapter | GqaAdapter
-
-MLA_PARTS = ("kv_b_proj", "kv_a_layernorm", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-GQA_PARTS = ("q_proj", "k_proj", "v_proj", "num_key_value_groups")
+# a layout per row: attributes that a module of it has, and its adapter; the first row that fits is taken
+LAYOUTS: list[tuple[tuple[str, ...], Callable[[Any], Adapter]]] = [
+    (("expand_kv",), MlaAdapter),
+    (("q_proj", "k_proj", "v_proj", "num_key_value_groups"), GqaAdapter),
+]
 SUPPORTED = (
     "supported are native transformers models whose attention caches MLA latents (DeepSeek-V2/V3 and others with "
     "`expand_kv`) or goes through the attention interface with q_proj, k_proj and v_proj (Qwen2, Qwen3, Llama, Mistral)"
@@ -45,7 +48,11 @@ def find_adapters(model: nn.Module) -> list[Adapter]:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder; {SUPPORTED}")
-    adapters = [_adapter(name, module) for name, module in model.named_modules() if _is_attention(module)]
+    adapters = []
+    for name, module in model.named_modules():
+        kind = _adapter_class(module)
+        if kind is not None:
+            adapters.append(_adapter(name, module, kind))
     if not adapters:
         raise NotImplementedError(f"{type(model).__name__} has no attention layer that latent_santa knows; {SUPPORTED}")
     adapters.sort(key=lambda adapter: adapter.module.layer_idx)
@@ -60,35 +67,40 @@ def find_adapters(model: nn.Module) -> list[Adapter]:
     return adapters
 
 
-def _is_attention(module: nn.Module) -> bool:
-    return hasattr(module, "layer_idx") and (
-        hasattr(module, "expand_kv") or all(hasattr(module, part) for part in GQA_PARTS)
-    )
+def _adapter_class(module: nn.Module) -> Callable[[Any], Adapter] | None:
+    """The adapter of a module's layout, or None where it is no attention layer."""
+    if not hasattr(module, "layer_idx"):
+        return None
+    return next((kind for marks, kind in LAYOUTS if all(hasattr(module, mark) for mark in marks)), None)
 
 
-def _adapter(name: str, module: Any) -> Adapter:
+def _adapter(name: str, module: Any, kind: Callable[[Any], Adapter]) -> Adapter:
     """The adapter of one attention module, or the reason why it cannot have one."""
-    kind = type(module).__name__
+    reason = _reason_not(module)
+    if reason is None:
+        try:
+            return kind(module)
+        except NotImplementedError as error:
+            reason = str(error)
+    raise NotImplementedError(f"{name} ({type(module).__name__}) {reason}; {SUPPORTED}")
+
+
+def _reason_not(module: Any) -> str | None:
+    """Why sampling the module's rows would not estimate what it computes, or None."""
     # some classes read the window from their configuration when they are called
     window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
-    scope = vars(sys.modules[type(module).__module__])
-    reason = None
-    if "ALL_ATTENTION_FUNCTIONS" not in scope:
-        reason = "does not go through transformers' attention interface"
-    elif getattr(module, "indexer", None) is not None or any(
+    if "ALL_ATTENTION_FUNCTIONS" not in vars(sys.modules[type(module).__module__]):
+        return "does not go through transformers' attention interface"
+    if getattr(module, "indexer", None) is not None or any(
         hasattr(module, part) for part in ("index_topk", "skip_topk")
     ):
-        reason = "selects rows with an indexer of its own"
-    elif window is not None:
-        reason = f"attends through a sliding window of {window} rows"
-    elif getattr(module, "attention_chunk_size", getattr(module.config, "attention_chunk_size", None)) is not None:
-        reason = "attends in chunks of the sequence"
-    elif getattr(module, "sinks", None) is not None:
-        reason = "has attention sinks, which are no cache rows"
-    elif getattr(module, "attn_logit_softcapping", None) is not None:
-        reason = "caps its scores (softcap)"
-    elif hasattr(module, "expand_kv") and not all(hasattr(module, part) for part in MLA_PARTS):
-        reason = f"has expand_kv but not all of {', '.join(MLA_PARTS)}"
-    if reason:
-        raise NotImplementedError(f"{name} ({kind}) {reason}; {SUPPORTED}")
-    return MlaAdapter(module) if hasattr(module, "expand_kv") else GqaAdapter(module)
+        return "selects rows with an indexer of its own"
+    if window is not None:
+        return f"attends through a sliding window of {window} rows"
+    if getattr(module, "attention_chunk_size", getattr(module.config, "attention_chunk_size", None)) is not None:
+        return "attends in chunks of the sequence"
+    if getattr(module, "sinks", None) is not None:
+        return "has attention sinks, which are no cache rows"
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return "caps its scores (softcap)"
+    return None
