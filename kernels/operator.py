@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from latent_santa.quantise import QuantisedKeys
+from latent_santa.routing_keys import RoutingKeys
 from latent_santa.step import DecodeStep, Output, Sampling, Suffix
 
 from .attend import attend_kernel
@@ -50,7 +50,7 @@ def sampled_attention(step: DecodeStep, sampling: Sampling, workspace: Workspace
 
     Args:
         step: the query in float32 or the rows' dtype; rows with a contiguous last dimension and any other strides;
-            routing keys in the cache's dtype or as :class:`QuantisedKeys`.
+            routing keys in the cache's dtype or in codes (:mod:`latent_santa.routing_keys`).
         sampling: K, estimator and noise.
         workspace: scratch kept between calls; None takes the current stream's own.
 
@@ -87,6 +87,13 @@ def default_workspace(device: torch.device) -> Workspace:
     """The workspace of the current stream, whose calls run one after another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _WORKSPACES.setdefault((device, stream), Workspace())
+
+
+def _scales(keys: RoutingKeys) -> torch.Tensor:
+    """Scales as the route kernel reads them: plain keys have none, and 4 bits take those of two groups as one word."""
+    if keys.scales is None:
+        return keys.codes
+    return keys.scales.contiguous().view(torch.int32) if keys.bits == 4 else keys.scales.contiguous()
 
 
 class Call:
@@ -129,7 +136,7 @@ class Call:
             latent=self.latent,
             dtype=dtype,
             split=query[0].dtype == torch.float32 and dtype != torch.float32,
-            bits=routed.bits if isinstance(routed, QuantisedKeys) else 16,
+            bits=16 if routed.scales is None else routed.bits,
             teams_per_head=teams_per_head,
             most_rows=teams.most_rows(heads * teams_per_head),
             processors=processors(device),
@@ -157,17 +164,7 @@ class Call:
         """Score the representatives."""
         s, p, held, teams = self.shapes, self.plan, self.held, self.teams
         first, second = teams.routing_keys[0], teams.routing_keys[-1]
-        if isinstance(first, QuantisedKeys) and isinstance(second, QuantisedKeys):
-            keys = (first.codes, second.codes)
-            # the 4-bit kernel reads the scales of two groups that share bytes as one word
-            scales = tuple(
-                p.scales.contiguous().view(torch.int32) if p.bits == 4 else p.scales.contiguous()
-                for p in (first, second)
-            )  # type: ignore[assignment]
-            groups = (first.group, second.group)
-        else:
-            keys = scales = (first, second)  # type: ignore[assignment]
-            groups = (1, 1)
+        keys, scales = (first.codes, second.codes), (_scales(first), _scales(second))
         options = self._launch(p.route_warps, p.route_stages)
         # the first launch waits for everything before it, so that scratch of the previous call is free
         options.pop("launch_pdl", None)
@@ -178,8 +175,8 @@ class Call:
             held.phi, held.noisy, held.tops, held.flags, self.scale, self.draw.layer, *self._query_strides(),
             *keys[0].stride()[:3], *keys[1].stride()[:3], s.teams, padded_teams(s.teams), s.groups, s.heads,
             words(s.heads), D0=s.dims[0], D1=s.dims[-1], DC0=pieces[0], DC1=pieces[1], T=p.route_teams,
-            HB=p.route_heads, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, BITS=s.bits, GROUP0=groups[0],
-            GROUP1=groups[1], BLOCK=p.block, STAGES=p.route_stages, DTYPE=ELEMENT[s.dtype],
+            HB=p.route_heads, TWO=self.latent, SPLIT=s.split, SHARED=self.shared, BITS=s.bits, GROUP0=first.group,
+            GROUP1=second.group, BLOCK=p.block, STAGES=p.route_stages, DTYPE=ELEMENT[s.dtype],
             PHI=self.pooled, PDL=self.early, **options,
         )  # fmt: skip
 

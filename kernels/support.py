@@ -7,7 +7,6 @@ import os
 import torch
 from torch import Tensor
 
-from latent_santa.quantise import QuantisedKeys
 from latent_santa.rows import Rows
 from latent_santa.teams import Teams
 
@@ -85,13 +84,13 @@ def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams, teams_per_h
         return "two key parts with separate values: the kernels take two parts only where the values are the first one"
     if teams.length > rows.length:
         return f"teams cover {teams.length} rows and the cache holds {rows.length}"
-    if len({(k.bits if isinstance(k, QuantisedKeys) else 16) for k in teams.routing_keys}) > 1:
+    if len({routed.bits for routed in teams.routing_keys}) > 1:
         return "routing key parts in several formats: the kernels need one"
     for i, routed in enumerate(teams.routing_keys):
-        if isinstance(routed, QuantisedKeys) and routed.group & (routed.group - 1):
+        if routed.group & (routed.group - 1):
             return f"routing key part {i} has a scale for {routed.group} dimensions: the kernels need a power of two"
-        if not isinstance(routed, QuantisedKeys) and (routed.dtype != values.dtype or routed.stride(-1) != 1):
-            return f"routing key part {i} must be contiguous {values.dtype}, like the rows, or QuantisedKeys"
+        if routed.scales is None and (routed.codes.dtype != values.dtype or routed.codes.stride(-1) != 1):
+            return f"routing key part {i} must be contiguous {values.dtype}, like the rows, or integer codes"
     if teams.M > teams_per_head > MOST_TEAMS_PER_HEAD:
         return f"{teams_per_head} teams a head are to be sampled: the kernels sample at most {MOST_TEAMS_PER_HEAD}"
     if query[0].shape[2] >= MOST_HEADS:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from .quantise import KeyPart
 
 
 @dataclass
@@ -40,12 +39,12 @@ class Rows:
         return Rows(keys, values)
 
 
-def scores(query: tuple[Tensor, ...], keys: tuple[KeyPart, ...], scale: float) -> Tensor:
-    """Scaled query-key scores in float32 (Equation 1), or float64 when the parts are float64.
+def scores(query: tuple[Tensor, ...], keys: Iterable[Tensor], scale: float) -> Tensor:
+    """Scaled query-key scores in float32 (Equation 1), or in float64 where the query is.
 
     Args:
         query: parts ``(B, G, H, D_i)``, matching ``keys``.
-        keys: parts ``(B, G, N, D_i)``, or routing keys in integer codes.
+        keys: parts ``(B, G, N, D_i)``.
         scale: the attention module's own scaling, YaRN factors included.
 
     Returns:
@@ -53,8 +52,8 @@ def scores(query: tuple[Tensor, ...], keys: tuple[KeyPart, ...], scale: float) -
     """
     total = None
     for q, k in zip(query, keys, strict=True):
-        exact = k if isinstance(k, Tensor) and q.dtype == torch.float64 else k.float()
-        part = (q if q.dtype == torch.float64 else q.float()) @ exact.transpose(-1, -2)
+        q = q if q.dtype == torch.float64 else q.float()
+        part = q @ k.to(q.dtype).transpose(-1, -2)
         total = part if total is None else total + part
     assert total is not None, "a query has at least one part"
     return total * scale

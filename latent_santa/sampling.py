@@ -32,7 +32,7 @@ class Selection:
 def routing_scores(query: tuple[Tensor, ...], teams: Teams, scale: float) -> Tensor:
     """phi_g = log n_g + scaled query-representative score (Equation 3), ``(B, G, H, M)`` float32; -inf for padding."""
     log_size = teams.sizes.clamp_min(1).log()
-    phi = scores(query, teams.routing_keys, scale) + log_size[:, :, None]
+    phi = scores(query, (part.float() for part in teams.routing_keys), scale) + log_size[:, :, None]
     return phi.masked_fill((teams.sizes == 0)[:, :, None], -torch.inf)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .quantise import KeyPart, QuantisedKeys
+from .routing_keys import PlainKeys, RoutingKeys
 from .rows import Rows
 
 # numbers in one piece of rows whose distances are formed at once
@@ -25,8 +25,8 @@ class Teams:
         sizes: ``(B, G, M)`` int32, n_g; 0 marks a padding team.
         count: ``(B, G)`` int32, real teams.
         team_of_row: ``(B, G, N)`` int32, the row's team; -1 for a row in no team.
-        routing_keys: parts ``(B, G, M, D_i)`` in the cache's dtype or in integer codes: frozen copies of the
-            representatives' keys, or mean keys for centroid routing.
+        routing_keys: parts ``(B, G, M, D_i)``: frozen copies of the representatives' keys, or mean keys for centroid
+            routing, in the cache's dtype or in integer codes.
         representative: ``(B, G, M)`` int32, the representative's row; -1 for padding and for centroids.
         row_bound: for n = 1, ..., M the most rows that n teams of any one sequence and group hold, on the host, so that
             decoding can make room without a synchronisation.
@@ -37,7 +37,7 @@ class Teams:
     sizes: Tensor
     count: Tensor
     team_of_row: Tensor
-    routing_keys: tuple[KeyPart, ...]
+    routing_keys: tuple[RoutingKeys, ...]
     representative: Tensor
     row_bound: list[int]
 
@@ -58,7 +58,7 @@ class Teams:
     def bytes(self) -> int:
         """Memory of the records beside the cache, in bytes."""
         tensors = (self.members, self.starts, self.sizes, self.count, self.team_of_row, self.representative)
-        return sum(t.numel() * t.element_size() for t in (*tensors, *self.routing_keys))
+        return sum(t.numel() * t.element_size() for t in tensors) + sum(part.bytes() for part in self.routing_keys)
 
     def split(self, parts: int) -> list[Teams]:
         """Records of ``parts`` equal stretches of the batch, as views."""
@@ -77,9 +77,7 @@ class Teams:
             sizes=change(self.sizes),
             count=change(self.count),
             team_of_row=change(self.team_of_row),
-            routing_keys=tuple(
-                part.mapped(change) if isinstance(part, QuantisedKeys) else change(part) for part in self.routing_keys
-            ),
+            routing_keys=tuple(part.mapped(change) for part in self.routing_keys),
             representative=change(self.representative),
             row_bound=self.row_bound,
         )
@@ -222,7 +220,7 @@ def form_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
 def freeze_representatives(teams: Teams, rows: Rows) -> Teams:
     """Copy the representatives' keys out of the cache ``rows``; padding teams get row 0's."""
     index = teams.representative.long().clamp_min(0)[..., None]
-    keys = tuple(part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in rows.keys)
+    keys = tuple(PlainKeys(part.gather(2, index.expand(-1, -1, -1, part.shape[-1]))) for part in rows.keys)
     return replace(teams, routing_keys=keys)
 
 
@@ -235,7 +233,7 @@ def build_centroids(rows: Rows, parents: Tensor) -> Teams:
     means = []
     for part in rows.keys:
         mean = cluster.mean(part.flatten(0, 1).float())[: cluster.slots]
-        means.append(mean.nan_to_num().view(batch, groups, -1, part.shape[-1]).to(part.dtype))
+        means.append(PlainKeys(mean.nan_to_num().view(batch, groups, -1, part.shape[-1]).to(part.dtype)))
     records.routing_keys = tuple(means)
     return records
 
@@ -288,13 +286,7 @@ def join_teams(first: Teams, second: Teams) -> Teams:
         out = torch.nn.functional.pad(a, (0, 0, 0, joined.M + 1 - a.shape[2]), value=unused)
         return out.scatter_(2, place[..., None].expand_as(b), b)[:, :, :-1]
 
-    def merge_part(a: KeyPart, b: KeyPart) -> KeyPart:
-        if isinstance(a, QuantisedKeys) and isinstance(b, QuantisedKeys):
-            # the kernels read scales as one block, and a merged tensor is a view
-            return replace(a, codes=merge(a.codes, b.codes), scales=merge(a.scales, b.scales).contiguous())
-        assert isinstance(a, Tensor) and isinstance(b, Tensor), "teams of one cache have one routing dtype"
-        return merge(a, b)
-
-    joined.routing_keys = tuple(map(merge_part, first.routing_keys, second.routing_keys))
+    pairs = zip(first.routing_keys, second.routing_keys, strict=True)
+    joined.routing_keys = tuple(one.merged(two, merge) for one, two in pairs)
     joined.representative = merge(first.representative[..., None], second.representative[..., None], -1)[..., 0]
     return joined

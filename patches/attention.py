@@ -134,7 +134,7 @@ class PatchedLayer:
             return replace(
                 self.adapter.unit(method), routing_bytes=key, row_bytes=value or key, dense_bytes=key + value
             )
-        held = sum(part.numel() * part.element_size() for part in teams.routing_keys)
+        held = sum(part.bytes() for part in teams.routing_keys)
         routing = held // teams.sizes.numel()
         return replace(self.adapter.unit(method), routing_bytes=routing, row_bytes=key + value, dense_bytes=key + value)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from latent_santa.config import SantaConfig
 from latent_santa.parents import form_parents
-from latent_santa.quantise import quantise_parts
+from latent_santa.routing_keys import quantise_parts
 from latent_santa.teams import Teams, build_centroids, form_teams, freeze_representatives, join_teams
 
 from .cache_layer import Grouped, TeamLayer

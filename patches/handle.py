@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from latent_santa.access import AccessLedger
 from latent_santa.config import SantaConfig
-from latent_santa.quantise import scale_group
+from latent_santa.routing_keys import scale_group
 
 from .attention import NAME, PatchedLayer, attention_forward
 from .control import CACHE_NAMES, Controller

@@ -13,7 +13,7 @@ from latent_santa.estimator import sampled_attention
 from latent_santa.kernels import Workspace
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
-from latent_santa.quantise import quantise_parts
+from latent_santa.routing_keys import quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Draw, Output, Sampling, Suffix
 from latent_santa.teams import Teams, build_teams
@@ -103,7 +103,7 @@ def make_call(
     points = before.keys[0].float().masked_fill(~real[:, None, :, None], 0.0)
     parents = contiguous_parents(real, parent_size).expand(-1, groups, -1)
     teams = build_teams(before, points, parents, representatives)
-    teams.routing_keys = quantise_parts(teams.routing_keys, routing_dtype)  # type: ignore[assignment]
+    teams.routing_keys = quantise_parts(teams.routing_keys, routing_dtype)
     visible = None
     if hidden:
         visible = torch.ones(batch, suffix, dtype=torch.bool, device=device)

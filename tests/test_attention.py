@@ -13,6 +13,7 @@ from latent_santa import estimator as operator_module
 from latent_santa.estimator import dense_attention, sampled_attention, union_rows
 from latent_santa.noise import gumbel_noise
 from latent_santa.parents import contiguous_parents
+from latent_santa.routing_keys import PlainKeys
 from latent_santa.rows import Rows, scores
 from latent_santa.step import Sampling, Suffix
 from latent_santa.teams import build_centroids, build_teams
@@ -238,14 +239,14 @@ def test_scores_ten_thousand_apart(estimator, noise):
 @pytest.mark.parametrize("layout", ["mla-7", "gqa-7"])
 def test_bfloat16_rows_are_computed_in_float32(layout, estimator, method):
     case = make_case(lengths=LENGTHS, suffix=2, seed=2, dtype=torch.bfloat16, **LAYOUTS[layout])
-    assert case.rows.keys[0].dtype == case.teams.routing_keys[0].dtype == torch.bfloat16
+    assert case.rows.keys[0].dtype == case.teams.routing_keys[0].codes.dtype == torch.bfloat16
     low = case.run(4, estimator, "independent", method)
     assert_equals_reference(case, low, 4, estimator, "independent", method)
     keys = tuple(part.float() for part in case.rows.keys)
     upcast = replace(
         case,
         rows=Rows(keys, keys[0] if LAYOUTS[layout]["layout"] == "mla" else case.rows.values.float()),
-        teams=replace(case.teams, routing_keys=tuple(part.float() for part in case.teams.routing_keys)),
+        teams=replace(case.teams, routing_keys=tuple(PlainKeys(part.float()) for part in case.teams.routing_keys)),
     ).run(4, estimator, "independent", method)
     torch.testing.assert_close(low.out, upcast.out, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(low.lse, upcast.lse, rtol=1e-6, atol=1e-6)

@@ -47,7 +47,13 @@ def steps(santa):
 
 def rows_and_teams(cache):
     return [
-        (layer.keys, layer.values, layer.grouped.teams.members, layer.grouped.teams.routing_keys[0], layer.noise_key)
+        (
+            layer.keys,
+            layer.values,
+            layer.grouped.teams.members,
+            layer.grouped.teams.routing_keys[0].codes,
+            layer.noise_key,
+        )
         for layer in cache.layers
     ]
 
@@ -90,7 +96,7 @@ def test_representatives_are_frozen_and_contributions_are_current(model):
     """Routing keys keep their prefill values when the cache's rows change; what is attended follows the rows."""
     with latent_santa.patch(model, **SMALL) as santa:
         cache = cache_of(generate(model, prompt(50), 1))
-        frozen = [[part.clone() for part in layer.grouped.teams.routing_keys] for layer in cache.layers]
+        frozen = [[part.codes.clone() for part in layer.grouped.teams.routing_keys] for layer in cache.layers]
         replayed = 0
         for number, (layer, parts) in enumerate(zip(cache.layers, frozen, strict=True)):
             place = layer.grouped.teams.representative.long()
@@ -111,7 +117,7 @@ def test_representatives_are_frozen_and_contributions_are_current(model):
         # the first layer's query depends on the token alone, so the same teams are read, but of other rows
         assert santa.access.per_layer()[0]["union"] == union
         for layer, parts in zip(twin.layers, frozen, strict=True):
-            assert all(a.equal(b) for a, b in zip(layer.grouped.teams.routing_keys, parts, strict=True))
+            assert all(a.codes.equal(b) for a, b in zip(layer.grouped.teams.routing_keys, parts, strict=True))
         assert not torch.allclose(changed, scores, atol=1e-2)
 
 
@@ -277,7 +283,7 @@ def test_three_turns_group_new_teams_beside_the_old(model):
             m = a.M
             assert b.team_of_row[..., : a.length].equal(a.team_of_row)
             assert b.representative[..., :m].equal(a.representative)
-            assert all(x.equal(y[:, :, :m]) for x, y in zip(a.routing_keys, b.routing_keys, strict=True))
+            assert all(x.codes.equal(y.codes[:, :, :m]) for x, y in zip(a.routing_keys, b.routing_keys, strict=True))
     grouped = (teams[-1][0].team_of_row[0, 0] >= 0).nonzero().flatten().tolist()
     assert grouped == [*range(40), *range(44, 66), *range(80, 89)]
 

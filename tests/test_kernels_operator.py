@@ -28,7 +28,7 @@ from latent_santa.kernels.select import select_kernel
 from latent_santa.kernels.support import MOST_TEAMS_PER_HEAD
 from latent_santa.noise import gumbel_noise, noise_keys
 from latent_santa.parents import contiguous_parents
-from latent_santa.quantise import quantise, quantise_parts
+from latent_santa.routing_keys import CodedKeys, quantise, quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.sampling import log_inclusion
 from latent_santa.step import Sampling, Suffix
@@ -91,7 +91,7 @@ def test_a_crowd_of_large_scores_is_searched() -> None:
         "gqa", heads=1, lengths=(5120,), dims=(16,), suffix=0, parent_size=1, representatives=1, dtype=torch.float16
     )
     # 160 teams in the twenty blocks of 8 whose maxima are under one of the 32 coarse maxima
-    crowd = call.teams.routing_keys[0].view(1, 1, 20, 256, 16)[:, :, :, :8]
+    crowd = call.teams.routing_keys[0].codes.view(1, 1, 20, 256, 16)[:, :, :, :8]
     crowd[:] = call.query[0].half()[:, :, :1, None] * 4
     workspace = Workspace({**SMALL, "route_teams": 128, "block": 8, "coarse": 32})
     compare(call.kernels(2, workspace), call.twin(2), ROUNDING)
@@ -347,8 +347,8 @@ def test_refusals_say_what_and_why() -> None:
     short = Rows((call.rows.keys[0][:, :, :10],), call.rows.values[:, :, :10])
     assert "cache holds 10" in str(unsupported(call.query, short, call.teams))
     pair = make_call(heads=2, lengths=(20,), dims=(48, 16), dtype=torch.float16)
-    latents, rotary = (part for part in pair.teams.routing_keys if isinstance(part, torch.Tensor))
-    odd = replace(pair.teams, routing_keys=(quantise(latents, "int8", 24), quantise(rotary, "int8")))
+    latents, rotary = pair.teams.routing_keys
+    odd = replace(pair.teams, routing_keys=(CodedKeys.of(latents.codes, 8, 24), quantise(rotary.codes, "int8")))
     assert "24 dimensions" in str(unsupported(pair.query, pair.rows, odd))
-    mixed = replace(pair.teams, routing_keys=(quantise(latents, "int8"), rotary))
+    mixed = replace(pair.teams, routing_keys=(quantise(latents.codes, "int8"), rotary))
     assert "several formats" in str(unsupported(pair.query, pair.rows, mixed))

@@ -62,7 +62,7 @@ def reference_output(call, b, g, seed, sequence_key, estimator, shared):
     ):
         if size:
             records.append(ref.Team(members[start : start + size], place))
-    routing_keys = torch.cat(teams.routing_keys, -1)[b, g].double().numpy()[: len(records)]
+    routing_keys = torch.cat([part.codes for part in teams.routing_keys], -1)[b, g].double().numpy()[: len(records)]
     exact = suffix.index.tolist()
     if suffix.visible is not None:
         exact = [i for i, seen in zip(exact, suffix.visible[b].tolist(), strict=True) if seen]

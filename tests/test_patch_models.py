@@ -167,7 +167,7 @@ def test_bfloat16():
             found = generate(model, ids, 4)
             assert model(ids).logits.dtype == torch.bfloat16
             teams = [layer.grouped.teams for layer in cache_of(found).layers]
-            assert {part.dtype for t in teams for part in t.routing_keys} == {torch.bfloat16}
+            assert {part.codes.dtype for t in teams for part in t.routing_keys} == {torch.bfloat16}
             assert_close(found.scores[:1], wanted.scores[:1], 0.1)
             santa.configure(budget=16)
             assert all(score.isfinite().all() for score in generate(model, ids, 4).scores)

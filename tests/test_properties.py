@@ -61,7 +61,7 @@ def test_teams_partition_the_real_rows(drawn):
             for rows, owner in lists:
                 assert owner in rows
                 assert len({int(parents[b, g, row]) for row in rows}) == 1
-                assert teams.routing_keys[0][b, g, int(teams.team_of_row[b, g, owner])].equal(keys[b, g, owner])
+                assert teams.routing_keys[0].codes[b, g, int(teams.team_of_row[b, g, owner])].equal(keys[b, g, owner])
             # teams come parent after parent
             order = [int(parents[b, g, owner]) for _, owner in lists]
             assert order == sorted(order)

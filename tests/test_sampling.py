@@ -194,7 +194,7 @@ def test_routing_scores():
     for b in range(2):
         count = int(teams.count[b, 0])
         for h, t in itertools.product(range(3), range(count)):
-            dot = sum(float(q[b, 0, h].double() @ k[b, 0, t].double())
+            dot = sum(float(q[b, 0, h].double() @ k.codes[b, 0, t].double())
                       for q, k in zip(case.query, teams.routing_keys, strict=True))  # fmt: skip
             expected = math.log(int(teams.sizes[b, 0, t])) + case.scale * dot
             assert float(phi[b, 0, h, t]) == pytest.approx(expected, rel=1e-5, abs=1e-5)

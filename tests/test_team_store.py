@@ -121,7 +121,7 @@ def test_routing_keys_come_from_the_rows_at_hand(santa):
         before = teams.representative < 39  # the last prompt row is written again after it was frozen
         assert before.sum() > 5
         for routed, keys in zip(teams.routing_keys, rows.keys, strict=True):
-            assert routed[before].equal(keys.gather(2, index.expand(-1, -1, -1, keys.shape[-1]))[before])
+            assert routed.codes[before].equal(keys.gather(2, index.expand(-1, -1, -1, keys.shape[-1]))[before])
 
 
 def test_later_turns_neither_look_nor_keep(santa, formed):

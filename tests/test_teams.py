@@ -51,7 +51,7 @@ def make_teams(keys, member, parents, representatives):
             count = int(teams.count[b, g])
             owners = teams.representative[b, g, :count].long()
             for frozen, part in zip(teams.routing_keys, rows.keys, strict=True):
-                assert frozen.dtype == part.dtype and frozen[b, g, :count].equal(part[b, g, owners])
+                assert frozen.codes.dtype == part.dtype and frozen.codes[b, g, :count].equal(part[b, g, owners])
     return teams
 
 
@@ -155,7 +155,7 @@ def test_batch_equals_alone_and_padding_changes_nothing():
             assert team_lists(batch, b, g) == moved
             count = int(alone.count[0, g])
             for together, single in zip(batch.routing_keys, alone.routing_keys, strict=True):
-                assert together[b, g, :count].equal(single[0, g, :count])
+                assert together.codes[b, g, :count].equal(single.codes[0, g, :count])
 
 
 def test_distances_by_differences_tell_close_points_apart():
@@ -171,7 +171,7 @@ def test_bfloat16_rows():
     member = torch.ones(1, 30, dtype=torch.bool)
     labels = contiguous_parents(member, 8)
     teams = make_teams(keys, member, labels, 4)
-    assert teams.routing_keys[0].dtype == torch.bfloat16
+    assert teams.routing_keys[0].codes.dtype == torch.bfloat16
     assert team_lists(teams, 0, 0) == expected_teams(keys, member, labels, 4, 0, 0)[0]
 
 
@@ -198,7 +198,7 @@ def test_layers_stacked_in_one_batch_split_again():
         for b in range(2):
             for g in range(2):
                 assert team_lists(frozen, b, g) == team_lists(alone, b, g)
-        assert all(one.equal(two) for one, two in zip(frozen.routing_keys, alone.routing_keys, strict=True))
+        assert all(one.codes.equal(two.codes) for one, two in zip(frozen.routing_keys, alone.routing_keys, strict=True))
 
 
 @pytest.mark.parametrize("labelled", [False, True])
@@ -221,9 +221,9 @@ def test_centroids_equal_the_reference(labelled):
             expected = ref.centroid_groups(joined, parents)
             found = team_lists(teams, b, g)
             assert [rows for rows, _ in found] == [[real[i] for i in rows] for rows, _ in expected]
-            means = torch.cat([part[b, g, : len(found)] for part in teams.routing_keys], -1)
+            means = torch.cat([part.codes[b, g, : len(found)] for part in teams.routing_keys], -1)
             np.testing.assert_allclose(means.double().numpy(), [mean for _, mean in expected], atol=1e-6)
-    assert all(bool(part.isfinite().all()) for part in teams.routing_keys)
+    assert all(bool(part.codes.isfinite().all()) for part in teams.routing_keys)
 
 
 def second_turn(centroid: bool) -> tuple[Teams, Teams, Teams, torch.Tensor, torch.Tensor, Rows]:
@@ -253,26 +253,26 @@ def test_join_teams(centroid):
             assert team_lists(joined, b, g) == team_lists(first, b, g) + team_lists(second, b, g)
             a, c = int(first.count[b, g]), int(second.count[b, g])
             for part, one, two in zip(joined.routing_keys, first.routing_keys, second.routing_keys, strict=True):
-                assert part[b, g, : a + c].equal(torch.cat((one[b, g, :a], two[b, g, :c])))
+                assert part.codes[b, g, : a + c].equal(torch.cat((one.codes[b, g, :a], two.codes[b, g, :c])))
 
 
 def test_join_keeps_the_first_turns_frozen_keys():
     """The joined records must not read the cache again: its replayed rows have changed since."""
     first, second, joined, *_ = second_turn(False)
     for part in first.routing_keys:
-        part.neg_()
+        part.codes.neg_()
     again = join_teams(first, second)
     assert again.members.equal(joined.members)
-    assert again.routing_keys[0][0, 0, 0].equal(-joined.routing_keys[0][0, 0, 0])
+    assert again.routing_keys[0].codes[0, 0, 0].equal(-joined.routing_keys[0].codes[0, 0, 0])
 
 
 def test_frozen_keys_are_copies():
     keys = random_keys("normal", 1, 1, 12, 3, 0)
     member = torch.ones(1, 12, dtype=torch.bool)
     teams = make_teams(keys, member, contiguous_parents(member, 4), 2)
-    before = teams.routing_keys[0].clone()
+    before = teams.routing_keys[0].codes.clone()
     keys.zero_()
-    assert teams.routing_keys[0].equal(before)
+    assert teams.routing_keys[0].codes.equal(before)
 
 
 def test_select_batch():
@@ -283,7 +283,7 @@ def test_select_batch():
         for g in range(2):
             assert team_lists(picked, b, g) == team_lists(joined, source, g)
             for part, whole in zip(picked.routing_keys, joined.routing_keys, strict=True):
-                assert part[b, g].equal(whole[source, g])
+                assert part.codes[b, g].equal(whole.codes[source, g])
     member = torch.nn.functional.pad(early, (0, late.shape[1] - early.shape[1])) | late
     check_records(picked, member[index])
     # after a selection M may be larger than needed, and the bound looser, but never too small

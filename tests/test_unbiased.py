@@ -214,9 +214,8 @@ def test_team_sets_follow_plackett_luce():
     case = one_hot(make_case("gqa", heads=3, lengths=(13,), parent_size=4, representatives=1, seed=7, scale=0.5))
     assert sorted(case.teams.sizes[0, 0].tolist()) == [1, 4, 4, 4]
     used = used_rows(case, 2, "santa++", 4)
-    weights = (
-        case.teams.sizes[0, 0] * estimator_module.scores(case.query, case.teams.routing_keys, case.scale)[0, 0].exp()
-    )
+    keys = [part.float() for part in case.teams.routing_keys]
+    weights = case.teams.sizes[0, 0] * estimator_module.scores(case.query, keys, case.scale)[0, 0].exp()
     for h in range(3):
         chi = 0.0
         for chosen, probability in plackett_luce(weights[h].double().tolist(), 2).items():

@@ -13,7 +13,7 @@ from latent_santa.eval.bench.goals import goal_of
 from latent_santa.eval.bench.timing import Launch, ratio_interval
 from latent_santa.eval.bench.workload import Workload
 from latent_santa.kernels import Workspace
-from latent_santa.quantise import QuantisedKeys, quantise_parts
+from latent_santa.routing_keys import quantise_parts
 from latent_santa.step import Output, Sampling
 
 # the PyTorch twin of a check keeps scores and noise of all heads and teams
@@ -53,7 +53,7 @@ class Setting:
 
 def quantised(w: Workload, routing_dtype: str) -> Workload:
     """The workload with its routing keys in another representation."""
-    parts: Any = quantise_parts(w.teams.routing_keys, routing_dtype, w.teams.sizes > 0)
+    parts = quantise_parts(w.teams.routing_keys, routing_dtype, w.teams.sizes > 0)
     return replace(w, teams=replace(w.teams, routing_keys=parts))
 
 
@@ -83,7 +83,7 @@ def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]
     keys = w.teams.routing_keys
     teams = int(w.teams.count.sum())
     padded = w.batch * w.groups * w.teams.M
-    held = sum(p.bytes() if isinstance(p, QuantisedKeys) else p.numel() * p.element_size() for p in keys)
+    held = sum(part.bytes() for part in keys)
     routing = held * teams // padded + 4 * teams
     return {"routing": routing, "union": union_rows * w.row_bytes, "suffix": suffix_rows * w.row_bytes}
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
+from latent_santa.routing_keys import PlainKeys
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Draw, Suffix
 from latent_santa.teams import Teams, build_teams
@@ -136,12 +138,10 @@ def stacked(built: list[Teams]) -> Teams:
     def join(name: str, fill: int) -> Tensor:
         parts = [getattr(t, name) for t in built]
         width = max(p.shape[-1] for p in parts)
-        return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts])
+        return torch.cat([pad(p, (0, width - p.shape[-1]), value=fill) for p in parts])
 
-    def keys_of(i: int) -> Tensor:
-        parts = [(t.routing_keys[i], t.M) for t in built]
-        padded = [torch.nn.functional.pad(p, (0, 0, 0, most - n)) for p, n in parts if isinstance(p, Tensor)]
-        return torch.cat(padded)
+    def keys_of(i: int) -> PlainKeys:
+        return PlainKeys(torch.cat([pad(t.routing_keys[i].codes, (0, 0, 0, most - t.M)) for t in built]))
 
     keys = tuple(keys_of(i) for i in range(len(built[0].routing_keys)))
     bound = [max(t.most_rows(n + 1) for t in built) for n in range(most)]
@@ -164,7 +164,9 @@ def save(workload: Workload, path: Path) -> None:
 
 
 def _packed(w: Workload) -> dict[str, Any]:
-    teams = {name: _cpu(value) for name, value in vars(w.teams).items()}
+    assert all(part.scales is None for part in w.teams.routing_keys), "a workload is saved with plain routing keys"
+    keys = tuple(part.codes for part in w.teams.routing_keys)
+    teams = {name: _cpu(value) for name, value in (vars(w.teams) | {"routing_keys": keys}).items()}
     values = None if w.layout == "mla" else _cpu(w.rows.values)
     return {
         "layout": w.layout, "query": _cpu(w.query), "keys": _cpu(w.rows.keys), "values": values, "teams": teams,
@@ -194,8 +196,9 @@ def load(path: Path, device: str) -> Workload:
         keys = tuple(held["keys"])
         rows = Rows(keys, keys[0] if held["values"] is None else held["values"])
         key, step, layer = held["draw"]
+        records = held["teams"] | {"routing_keys": tuple(map(PlainKeys, held["teams"]["routing_keys"]))}
         return Workload(
-            held["layout"], tuple(held["query"]), rows, Teams(**held["teams"]), Suffix(*held["suffix"]),
+            held["layout"], tuple(held["query"]), rows, Teams(**records), Suffix(*held["suffix"]),
             Draw(key, step, layer), held["scale"], held["source"],
         )  # fmt: skip
     except Exception as error:  # unpickling has no common base for what is wrong with a file

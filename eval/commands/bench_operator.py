@@ -144,7 +144,7 @@ def _sizes(args: argparse.Namespace) -> list[tuple[str, int, int, int, int]]:
     from latent_santa.eval.commands.options import integers
     from latent_santa.eval.errors import EvalError
     from latent_santa.kernels.support import MOST_KEY_DIMS
-    from latent_santa.quantise import scale_group
+    from latent_santa.routing_keys import scale_group
 
     if args.workload and args.goals:
         raise EvalError("--workload times one file and --goals a list of sizes: give one of them")

@@ -1,15 +1,14 @@
-"""Routing keys in 8 and 4 bits: what codes stand for, and that the estimator takes them in place of tensors."""
+"""Routing keys in the cache's dtype and in 8 and 4 bits: what codes stand for, and that estimators take both."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from latent_santa.estimator import sampled_attention
-from latent_santa.quantise import QuantisedKeys, quantise, quantise_parts, scale_group
+from latent_santa.routing_keys import CodedKeys, PlainKeys, quantise, quantise_parts, scale_group
 from latent_santa.step import DecodeStep, Sampling
 
 from .cases import Case, make_case
@@ -19,7 +18,7 @@ from .kernel_cases import make_call
 @pytest.mark.parametrize(("routing_dtype", "largest"), [("int8", 127), ("int4", 7)])
 def test_codes_are_the_nearest_multiples_of_their_scale(routing_dtype: str, largest: int) -> None:
     keys = torch.randn(2, 1, 5, 96, generator=torch.Generator().manual_seed(0)) * 3
-    held = quantise(keys, routing_dtype, 16)
+    held = CodedKeys.of(keys, {"int8": 8, "int4": 4}[routing_dtype], 16)
     step = held.scales.float().repeat_interleave(16, -1)
     ratio = keys / step
     values = held.float()
@@ -31,7 +30,7 @@ def test_codes_are_the_nearest_multiples_of_their_scale(routing_dtype: str, larg
 
 def test_four_bits_pack_two_groups() -> None:
     keys = torch.tensor([[[[7.0, -7.0, 3.0, 0.0, 1.0, 7.0, -5.0, -7.0]]]])
-    held = quantise(keys, "int4", 4)
+    held = CodedKeys.of(keys, 4, 4)
     assert held.codes.dtype == torch.uint8 and held.codes.shape == (1, 1, 1, 4)
     assert [int(byte) for byte in held.codes.flatten()] == [15 + (9 << 4), 1 + (15 << 4), 11 + (3 << 4), 8 + (1 << 4)]
     assert torch.equal(held.float(), keys)
@@ -47,7 +46,7 @@ def test_neighbouring_groups_share_bytes() -> None:
     """Group 2 p in the low nibbles, group 2 p + 1 in the high ones."""
     codes = torch.randint(-7, 8, (1, 1, 3, 48), generator=torch.Generator().manual_seed(2))
     codes[..., ::8] = 7  # every scale is 1
-    held = quantise(codes.float(), "int4", 8)
+    held = CodedKeys.of(codes.float(), 4, 8)
     for p in range(3):
         packed = held.codes[..., 8 * p : 8 * p + 8]
         assert torch.equal((packed & 15).int() - 8, codes[..., 16 * p : 16 * p + 8].int())
@@ -63,9 +62,9 @@ def test_what_all_keys_have_in_common_costs_nothing(routing_dtype: str) -> None:
     keys[:, :, 0] = 7  # every group has its largest code, so codes are exact up to the rounding of the mean
     keys = torch.cat((keys, -keys), 2)  # the mean is zero
     common = 1000 * torch.randn(2, 1, 1, 32, generator=generator).round()
-    (plain,) = quantise_parts((keys,), routing_dtype)
-    (moved,) = quantise_parts((keys + common,), routing_dtype)
-    assert isinstance(plain, QuantisedKeys) and isinstance(moved, QuantisedKeys)
+    (plain,) = quantise_parts((PlainKeys(keys),), routing_dtype)
+    (moved,) = quantise_parts((PlainKeys(keys + common),), routing_dtype)
+    assert plain.scales is not None and moved.scales is not None
     assert torch.equal(plain.codes, moved.codes) and torch.equal(plain.scales, moved.scales)
     assert moved.center is not None and torch.equal(moved.center, common)
     whole = quantise(keys + common, routing_dtype)
@@ -76,9 +75,9 @@ def test_padding_teams_do_not_move_the_mean() -> None:
     keys = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(4)).bfloat16()
     padded = torch.nn.functional.pad(keys, (0, 0, 0, 5), value=50)
     real = torch.arange(14) < 9
-    (held,) = quantise_parts((padded,), "int8", real.expand(1, 2, -1))
-    (alone,) = quantise_parts((keys,), "int8")
-    assert isinstance(held, QuantisedKeys) and isinstance(alone, QuantisedKeys)
+    (held,) = quantise_parts((PlainKeys(padded),), "int8", real.expand(1, 2, -1))
+    (alone,) = quantise_parts((PlainKeys(keys),), "int8")
+    assert held.scales is not None and alone.scales is not None
     assert torch.equal(held.codes[:, :, :9], alone.codes) and torch.equal(held.scales[:, :, :9], alone.scales)
 
 
@@ -92,7 +91,7 @@ def test_groups() -> None:
     with pytest.raises(ValueError, match="20 key dimensions"):
         scale_group(20, "int4")
     with pytest.raises(ValueError, match="group=24"):
-        quantise(torch.zeros(1, 1, 1, 64), "int4", 24)
+        CodedKeys.of(torch.zeros(1, 1, 1, 64), 4, 24)
     with pytest.raises(ValueError, match="routing_dtype='int2'"):
         quantise(torch.zeros(1, 1, 1, 64), "int2")
 
@@ -101,7 +100,8 @@ def test_memory_is_what_a_routing_pass_reads() -> None:
     keys = torch.zeros(1, 1, 10, 512, dtype=torch.bfloat16)
     assert quantise(keys, "int8").bytes() == 10 * (512 + 8 * 2)
     held = quantise(keys, "int4")
-    assert held.bytes() == 10 * (256 + 8 * 2) == held.numel() * held.element_size()
+    assert held.bytes() == 10 * (256 + 8 * 2)
+    assert PlainKeys(keys).bytes() == 10 * 1024
 
 
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
@@ -109,22 +109,22 @@ def test_teams_route_by_quantised_keys(estimator: str) -> None:
     """The same as routing by the dequantised tensors, through every method of the records."""
     case = make_call(heads=3, lengths=(80, 50), dims=(32, 16))
     assert quantise_parts(case.teams.routing_keys, "model") is case.teams.routing_keys
-    held: Any = quantise_parts(case.teams.routing_keys, "int8")
-    plain = replace(case.teams, routing_keys=tuple(part.float() for part in held))
+    held = quantise_parts(case.teams.routing_keys, "int8")
+    plain = replace(case.teams, routing_keys=tuple(PlainKeys(part.float()) for part in held))
     coarse = replace(case.teams, routing_keys=held)
     results = [sampled_attention(replace(case.step, teams=teams), Sampling(4, estimator)) for teams in (plain, coarse)]
     assert torch.equal(results[0].out, results[1].out)
     assert coarse.bytes() < case.teams.bytes()
     picked = coarse.select_batch(torch.tensor([1, 1, 0]))
-    assert isinstance(picked.routing_keys[0], QuantisedKeys) and picked.routing_keys[0].shape[0] == 3
+    assert picked.routing_keys[0].bits == 8 and picked.routing_keys[0].shape[0] == 3
     assert torch.equal(picked.routing_keys[0].float()[2], held[0].float()[0])
 
 
 def test_the_estimate_stays_unbiased_under_four_bit_routing() -> None:
     """Mass and weighted sum, averaged over many draws, against all rows: corrections use the coarse scores too."""
     case: Case = make_case("gqa", heads=2, lengths=(40,), scale=0.5)
-    key = torch.nn.functional.pad(case.teams.routing_keys[0], (0, 10))
-    held: Any = (quantise(key, "int4", 8),)
+    key = torch.nn.functional.pad(case.teams.routing_keys[0].codes, (0, 10))
+    held = (CodedKeys.of(key, 4, 8),)
     query = tuple(torch.nn.functional.pad(part, (0, 10)) for part in case.query)
     keys = tuple(torch.nn.functional.pad(part, (0, 10)) for part in case.rows.keys)
     batch = 6000

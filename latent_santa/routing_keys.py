@@ -1,0 +1,210 @@
+"""Routing keys, which Algorithm 1 scores on line 7: in the cache's dtype, or in codes of 8 or 4 bits.
+
+Routing reads one key per team on every step, most of what a sampled step reads at long contexts. The estimator stays
+unbiased under any routing scores, as long as the corrections use the same ones (Appendix A), so the routing copy may
+be coarse. Codes are symmetric integers of a key less the keys' mean, with one scale per group of consecutive
+dimensions. A code stands for code times scale, which float32 holds exactly and no backend rounds.
+
+The mean never comes back: it adds one number to all scores of a head. Selections and corrections depend only on the
+scores' order under noise and on their distances from the threshold, which that number leaves as they are. Real keys
+have a few dimensions with a large common part, which would otherwise set their group's scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+BITS = {"int8": 8, "int4": 4}
+GROUP = 64  # dimensions that share a scale, where they divide
+
+
+@dataclass(frozen=True)
+class PlainKeys:
+    """One part of the routing keys in the cache's dtype.
+
+    Attributes:
+        codes: ``(B, G, M, D)``, the keys themselves.
+        scales, center: None; :class:`CodedKeys` has them.
+        group: 1.
+    """
+
+    codes: Tensor
+    scales: ClassVar[None] = None
+    center: ClassVar[None] = None
+    group: ClassVar[int] = 1
+
+    @property
+    def bits(self) -> int:
+        """Bits per number."""
+        return 8 * self.codes.element_size()
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(B, G, M, D)``."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def float(self) -> Tensor:
+        """``(B, G, M, D)`` in float32, or in float64 where the cache is."""
+        return self.codes if self.codes.dtype == torch.float64 else self.codes.float()
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> PlainKeys:
+        """The keys after ``change``, which may touch batch and group alone."""
+        return PlainKeys(change(self.codes))
+
+    def merged(self, later: RoutingKeys, merge: Callable[[Tensor, Tensor], Tensor]) -> PlainKeys:
+        """Both keys as one; ``merge`` joins two tensors along M."""
+        assert later.scales is None, "teams of one cache have one routing dtype"
+        return PlainKeys(merge(self.codes, later.codes))
+
+    def bytes(self) -> int:
+        """Memory held, which is also what a routing pass reads."""
+        return self.codes.numel() * self.codes.element_size()
+
+
+@dataclass(frozen=True)
+class CodedKeys:
+    """One part of the routing keys, ``(B, G, M, D)``, as integer codes; the interface is that of :class:`PlainKeys`.
+
+    Attributes:
+        codes: ``(B, G, M, D)`` int8, or for 4 bits ``(B, G, M, D / 2)`` uint8: two neighbouring groups share bytes, the
+            first in their low nibbles and the second in their high ones, each plus 8.
+        scales: ``(B, G, M, D / group)`` float16.
+        bits: 8 or 4.
+        group: dimensions that share a scale.
+        center: ``(B, G, 1, D)``, what was subtracted from every key, or None for nothing.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+    group: int
+    center: Tensor | None = None
+
+    @classmethod
+    def of(cls, keys: Tensor, bits: int, group: int, center: Tensor | None = None) -> CodedKeys:
+        """The nearest codes of ``keys (B, G, M, D)`` less ``center``, from -127 to 127 or from -7 to 7.
+
+        Raises:
+            ValueError: ``group`` does not divide the dimensions (half of them for 4 bits).
+        """
+        dims = keys.shape[-1]
+        span = dims // 2 if bits == 4 else dims
+        if group < 1 or span % group or (bits == 4 and dims % 2):
+            half = "half of " if bits == 4 else ""
+            raise ValueError(f"group={group}: must divide {span} ({half}{dims} key dimensions)")
+        largest = 2 ** (bits - 1) - 1
+        rest = keys.float() if center is None else keys.float() - center.float()
+        grouped = rest.unflatten(-1, (-1, group))
+        # the scale is rounded before it is used, so codes fit the scale that is stored
+        scales = (grouped.abs().amax(-1) / largest).to(torch.float16)
+        step = scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
+        codes = (grouped / step).round().clamp(-largest, largest).flatten(-2).to(torch.int8)
+        if bits == 4:
+            low, high = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2, group)).unbind(-2)
+            codes = (low | (high << 4)).flatten(-2)
+        return cls(codes.contiguous(), scales.contiguous(), bits, group, center)
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(B, G, M, D)``, the shape of what the codes stand for."""
+        return torch.Size((*self.scales.shape[:-1], self.scales.shape[-1] * self.group))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def float(self) -> Tensor:
+        """What the codes stand for, ``(B, G, M, D)`` float32, less the center."""
+        codes = self.codes
+        if self.bits == 4:
+            pairs = codes.unflatten(-1, (-1, self.group))
+            codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int8) - 8
+        values = codes.unflatten(-1, (-1, self.group)).float() * self.scales[..., None].float()
+        return values.flatten(-2)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> CodedKeys:
+        """The keys after ``change``, which may touch batch and group alone."""
+        center = None if self.center is None else change(self.center)
+        return replace(self, codes=change(self.codes), scales=change(self.scales), center=center)
+
+    def merged(self, later: RoutingKeys, merge: Callable[[Tensor, Tensor], Tensor]) -> CodedKeys:
+        """Both keys as one; ``merge`` joins two tensors along M."""
+        assert later.scales is not None and later.bits == self.bits, "teams of one cache have one routing dtype"
+        # the kernels read scales as one block, and a merged tensor is a view
+        scales = merge(self.scales, later.scales).contiguous()
+        return replace(self, codes=merge(self.codes, later.codes), scales=scales)
+
+    def bytes(self) -> int:
+        """Memory held, which is also what a routing pass reads."""
+        return self.codes.numel() * self.codes.element_size() + self.scales.numel() * self.scales.element_size()
+
+
+RoutingKeys = PlainKeys | CodedKeys
+
+
+def scale_group(dims: int, routing_dtype: str) -> int:
+    """Dimensions that share a scale: 64, halved until it divides the dimensions (half of them for int4, where two
+    groups share bytes).
+
+    Raises:
+        ValueError: ``dims`` has no group of 8 or more.
+    """
+    span = dims // 2 if routing_dtype == "int4" else dims
+    group = GROUP
+    while span % group:
+        group //= 2
+    if group < 8 or (routing_dtype == "int4" and dims % 2):
+        raise ValueError(
+            f"routing_dtype={routing_dtype!r}: {dims} key dimensions do not divide into groups of 8 or more"
+        )
+    return group
+
+
+def quantise(keys: Tensor, routing_dtype: str, center: Tensor | None = None) -> CodedKeys:
+    """``keys (B, G, M, D)`` less ``center (B, G, 1, D)`` as ``"int8"`` or ``"int4"`` codes.
+
+    Raises:
+        ValueError: another ``routing_dtype``, or dimensions that :func:`scale_group` cannot divide.
+    """
+    if routing_dtype not in BITS:
+        raise ValueError(f"routing_dtype={routing_dtype!r}: must be one of {', '.join(map(repr, BITS))}")
+    return CodedKeys.of(keys, BITS[routing_dtype], scale_group(keys.shape[-1], routing_dtype), center)
+
+
+def mean_key(keys: Tensor, real: Tensor | None = None) -> Tensor:
+    """The mean of ``keys (B, G, M, D)`` over the ``real (B, G, M)`` teams, all of them by default: ``(B, G, 1, D)``.
+
+    Summed in float64 and rounded to the keys' dtype, so that padding teams change nothing.
+    """
+    if real is None:
+        return keys.mean(2, keepdim=True, dtype=torch.float64).to(keys.dtype)
+    total = keys.masked_fill(~real[..., None], 0).sum(2, keepdim=True, dtype=torch.float64)
+    return (total / real.sum(-1).clamp_min(1)[..., None, None]).to(keys.dtype)
+
+
+def quantise_parts(
+    keys: tuple[RoutingKeys, ...],
+    routing_dtype: str,
+    real: Tensor | None = None,
+    earlier: tuple[RoutingKeys, ...] | None = None,
+) -> tuple[RoutingKeys, ...]:
+    """All parts of plain routing keys in codes; ``"model"`` keeps them as they are.
+
+    Args:
+        real: ``(B, G, M)`` bool, False for padding teams; None when all are real.
+        earlier: parts of an earlier turn, whose centers serve these too: a head's scores must all miss one number.
+    """
+    if routing_dtype == "model":
+        return keys
+    assert all(part.scales is None for part in keys), "these routing keys are codes already"
+    centers = [mean_key(part.codes, real) for part in keys] if earlier is None else [part.center for part in earlier]
+    return tuple(quantise(part.codes, routing_dtype, center) for part, center in zip(keys, centers, strict=True))
