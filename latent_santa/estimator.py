@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .integers import ceil_div
 from .rows import Rows, scores
 from .sampling import Selection, routing_scores, select
 from .step import DecodeStep, Output, Sampling, Suffix
@@ -101,7 +102,7 @@ def attend_selected(
             return _combine(torch.cat((logits, exact), -1), part.values, values)
         return _combine(logits, part.values)
 
-    at_once = max(ROWS_AT_ONCE, -(-index.shape[-1] // 2))
+    at_once = max(ROWS_AT_ONCE, ceil_div(index.shape[-1], 2))
     halves = zip(index.split(at_once, -1), log_c.split(at_once, -1), strict=True)
     out, lse = _merged([piece(*half, with_suffix=number == 0) for number, half in enumerate(halves)])
     return out, lse, (index >= 0).sum(-1)

@@ -22,6 +22,7 @@ from .distances import (
     row_factors,
     write_centers,
 )
+from .integers import ceil_div
 from .replay import Replayed
 
 BATCH_SIZE = 4096
@@ -146,7 +147,7 @@ def _seed_centers(table: Tensor, width: int, lengths: list[int], clusters: list[
     sizes = [_init_size(n, k) for n, k in zip(lengths, clusters, strict=True)]
     n, k = max(sizes), max(clusters)
     at_once = _CENTERS_PER_STEP[device.type]
-    places = 1 + -(-(k - 1) // at_once) * at_once  # nobody reads those from k on
+    places = 1 + ceil_div(k - 1, at_once) * at_once  # those from k on are never read
     subset = torch.zeros(problems, n, dtype=torch.int64)
     draws = torch.zeros(problems, places, _trials(k), dtype=torch.float64)
     alike: dict[tuple[int, int], int] = {}  # problems of one length and cluster number have the same draws

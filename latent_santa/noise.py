@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .integers import ceil_div
+
 MASK = 0xFFFFFFFF
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 WEYL_A, WEYL_B = 0x9E3779B9, 0xBB67AE85
@@ -100,7 +102,7 @@ def gumbel_noise(
         ``(B, G, H, M)`` float32, or ``(L, B, G, H, M)``; a stride-0 view over H when shared.
     """
     device = key.device
-    quads = 1 if shared else -(-heads // 4)
+    quads = 1 if shared else ceil_div(heads, 4)
     c0 = torch.arange(teams, device=device)
     c1 = torch.arange(groups, device=device)[:, None] * GROUP_STRIDE + torch.arange(quads, device=device)
     c3 = torch.as_tensor(layer, device=device)

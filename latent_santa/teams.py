@@ -1,4 +1,7 @@
-"""Teams of rows around actual-key representatives (Algorithm 2), for all parents, groups and sequences at once."""
+"""Teams of rows around actual-key representatives (Algorithm 2), for all parents, groups and sequences at once.
+
+The same algorithm in loops is :func:`latent_santa.naive.build_teams`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .routing_keys import PlainKeys, RoutingKeys
 from .rows import Rows
@@ -15,31 +19,27 @@ from .rows import Rows
 PIECE, PIECE_CUDA = 1 << 22, 1 << 26
 
 
-@dataclass
+@dataclass(frozen=True)
 class Teams:
     """Team records of one layer. M is the largest team count of any sequence and group; the rest is padding.
 
     Attributes:
-        members: ``(B, G, N)`` int32 row indices, team after team, increasing within a team; -1 beyond the last.
-        starts: ``(B, G, M)`` int32, a team's first place in ``members``.
         sizes: ``(B, G, M)`` int32, n_g; 0 marks a padding team.
         count: ``(B, G)`` int32, real teams.
         team_of_row: ``(B, G, N)`` int32, the row's team; -1 for a row in no team.
-        routing_keys: parts ``(B, G, M, D_i)``: frozen copies of the representatives' keys, or mean keys for centroid
-            routing, in the cache's dtype or in integer codes.
         representative: ``(B, G, M)`` int32, the representative's row; -1 for padding and for centroids.
         row_bound: for n = 1, ..., M the most rows that n teams of any one sequence and group hold, on the host, so that
             decoding can make room without a synchronisation.
+        routing_keys: parts ``(B, G, M, D_i)``: frozen copies of the representatives' keys, or mean keys for centroid
+            routing, in the cache's dtype or in integer codes; empty until they are copied from a cache.
     """
 
-    members: Tensor
-    starts: Tensor
     sizes: Tensor
     count: Tensor
     team_of_row: Tensor
-    routing_keys: tuple[RoutingKeys, ...]
     representative: Tensor
     row_bound: list[int]
+    routing_keys: tuple[RoutingKeys, ...] = ()
 
     @property
     def length(self) -> int:
@@ -57,7 +57,7 @@ class Teams:
 
     def bytes(self) -> int:
         """Memory of the records beside the cache, in bytes."""
-        tensors = (self.members, self.starts, self.sizes, self.count, self.team_of_row, self.representative)
+        tensors = (self.sizes, self.count, self.team_of_row, self.representative)
         return sum(t.numel() * t.element_size() for t in tensors) + sum(part.bytes() for part in self.routing_keys)
 
     def split(self, parts: int) -> list[Teams]:
@@ -72,14 +72,12 @@ class Teams:
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Teams:
         """The records with ``change`` applied to every tensor's batch."""
         return Teams(
-            members=change(self.members),
-            starts=change(self.starts),
             sizes=change(self.sizes),
             count=change(self.count),
             team_of_row=change(self.team_of_row),
-            routing_keys=tuple(part.mapped(change) for part in self.routing_keys),
             representative=change(self.representative),
             row_bound=self.row_bound,
+            routing_keys=tuple(part.mapped(change) for part in self.routing_keys),
         )
 
     def select_batch(self, index: Tensor) -> Teams:
@@ -91,32 +89,139 @@ class Teams:
         return self._mapped(pick)
 
 
-def _squared_distances(points: Tensor, centers: Tensor, index: Tensor) -> Tensor:
-    """Squared Euclidean distance of each row to one center, ``(Q, N)`` in :func:`_exact` precision.
+def build_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
+    """Algorithm 2: teams of a parent partition, numbered parent after parent in the order of their representatives.
 
-    Direct differences, which lose nothing to cancellation, in pieces that bound the memory.
+    Sequences of several layers may stand in one batch. The teams' l_g are rows here; :func:`freeze_representatives`
+    copies the keys.
 
     Args:
-        points: ``(Q, N, D)``.
-        centers: ``(Q, C, D)`` or ``(C, D)`` shared by all partitions.
-        index: ``(Q, N)`` int64, each row's center.
+        points: ``(B, G, N, D)``, what distances are measured on: content latents in MLA, rotated keys in GQA, as
+            cached, without normalisation.
+        parents: ``(B, G, N)`` int64, -1 for padding rows.
+        representatives: R.
     """
-    numbers = PIECE_CUDA if points.is_cuda else PIECE
-    step = max(1, numbers // (points.shape[0] * points.shape[2]))
-    pieces = []
-    for start in range(0, points.shape[1], step):
-        rows, wanted = points[:, start : start + step], index[:, start : start + step]
-        if centers.dim() == 2:
-            own = centers[wanted]
-        else:
-            own = centers.gather(1, wanted[..., None].expand(-1, -1, centers.shape[-1]))
-        pieces.append((_exact(rows) - _exact(own)).square_().sum(-1))
-    return torch.cat(pieces, 1)
+    batch, groups, length = parents.shape
+    flat = parents.flatten(0, 1)
+    b, is_representative = assign_rows(points.flatten(0, 1), flat, representatives)
+    # lines 15-17: team u of parent C holds the rows of C with b_i = u; parent after parent, empty ones have no rows
+    team, count = _renumber(torch.where(flat >= 0, flat * representatives + b, -1))
+    team, count = team.view(batch, groups, length), count.view(batch, groups)
+    most = _most(count)
+    place = torch.where(is_representative.view(batch, groups, length), team, most)
+    spare = torch.full((batch, groups, most + 1), -1, dtype=torch.int64, device=parents.device)
+    index = torch.arange(length, device=parents.device).expand(batch, groups, length)
+    return _records(team, count, most, spare.scatter_(2, place, index)[..., :-1].int())
 
 
-def _exact(points: Tensor) -> Tensor:
-    """Points in the precision of distances: float64 if they have it, else float32."""
-    return points if points.dtype == torch.float64 else points.float()
+def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[Tensor, Tensor]:
+    """Algorithm 2, lines 4-14, on every parent C of every partition at once.
+
+    The loops of lines 7 and 11 are one here: as soon as j_u is chosen, every row compares it with the nearest of
+    j_1, ..., j_{u-1}. Line 8 needs that distance anyway, and it is line 12's minimum so far.
+
+    Args:
+        points: ``(Q, N, D)``, k^pre.
+        parents: ``(Q, N)`` int64, -1 for rows that take no part.
+        representatives: R.
+
+    Returns:
+        ``b (Q, N)`` int64, the place u - 1 of the representative that owns a row (-1 without a parent), and
+        ``(Q, N)`` bool, rows that are representatives.
+    """
+    groups = _Parents(parents)
+    rows = points.shape[1]
+    mu = groups.mean(points)  # line 5
+    from_mu = _squared_distances(points, mu, groups.slot.clamp_max(max(groups.slots - 1, 0)))
+    # two rows are equally far from their mean; rounding must not break that tie
+    from_mu = from_mu.masked_fill(groups.sizes[groups.slot] == 2, 0.0)
+    j_u = groups.first_extreme(from_mu, groups.member, largest=False)  # line 6
+    in_L = torch.zeros_like(groups.member)  # noqa: N806
+    b = torch.where(groups.member, 0, -1)
+    nearest = torch.full_like(from_mu, torch.inf)  # a row's distance to the nearest of L
+    for u in range(representatives):
+        found = (j_u < rows)[groups.slot] & groups.member  # false once u exceeds r = min(R, |C|)
+        row = j_u[groups.slot].clamp_max(rows - 1)
+        distance = _squared_distances(points, points, row)
+        # lines 11-13; a strict comparison leaves ties with the representative chosen earlier
+        closer = found & (distance < nearest)
+        b = torch.where(closer, u, b)
+        nearest = torch.where(closer, distance, nearest)
+        is_j_u = found & (row == torch.arange(rows, device=row.device))
+        in_L = in_L | is_j_u  # noqa: N806
+        b = torch.where(is_j_u, u, b)  # line 14: a representative owns its row, whatever duplicates it has
+        if u + 1 < representatives:
+            j_u = groups.first_extreme(nearest, groups.member & ~in_L, largest=True)  # line 8
+    return b, in_L
+
+
+def freeze_representatives(teams: Teams, rows: Rows) -> Teams:
+    """The teams with l_g, the representatives' keys, copied out of the prefill cache; padding teams get row 0's."""
+    index = teams.representative.long().clamp_min(0)[..., None]
+    keys = tuple(PlainKeys(part.gather(2, index.expand(-1, -1, -1, part.shape[-1]))) for part in rows.keys)
+    return replace(teams, routing_keys=keys)
+
+
+def build_centroids(rows: Rows, parents: Tensor) -> Teams:
+    """Clusters routed by their mean key (Appendix B.2): every parent is one group, all of its rows members."""
+    batch, groups, length = parents.shape
+    team, count = _renumber(parents.flatten(0, 1))
+    cluster = _Parents(team)
+    means = []
+    for part in rows.keys:
+        mean = cluster.mean(part.flatten(0, 1).float())[: cluster.slots]
+        means.append(PlainKeys(mean.nan_to_num().view(batch, groups, -1, part.shape[-1]).to(part.dtype)))
+    team, count = team.view(batch, groups, length), count.view(batch, groups)
+    most = _most(count)
+    none = torch.full((batch, groups, most), -1, dtype=torch.int32, device=team.device)
+    return _records(team, count, most, none, tuple(means))
+
+
+def join_teams(first: Teams, second: Teams) -> Teams:
+    """Records of two disjoint sets of rows as one; ``second`` covers at least the rows of ``first``.
+
+    Its teams are numbered after the first ones without a gap, whatever padding teams either carries.
+    """
+    old = pad(first.team_of_row, (0, second.length - first.length), value=-1).long()
+    new = second.team_of_row.long()
+    offset, count = first.count.long()[..., None], first.count + second.count
+    most = _most(count)
+    place = torch.where(second.sizes > 0, torch.arange(second.M, device=new.device) + offset, most)
+
+    def merge(a: Tensor, b: Tensor, unused: int = 0) -> Tensor:
+        out = pad(a, (0, 0, 0, most + 1 - a.shape[2]), value=unused)
+        return out.scatter_(2, place[..., None].expand_as(b), b)[:, :, :-1]
+
+    team = torch.where(old >= 0, old, torch.where(new >= 0, new + offset, -1))
+    representative = merge(first.representative[..., None], second.representative[..., None], -1)[..., 0]
+    pairs = zip(first.routing_keys, second.routing_keys, strict=True)
+    return _records(team, count, most, representative, tuple(one.merged(two, merge) for one, two in pairs))
+
+
+def _most(count: Tensor) -> int:
+    """M of records with ``count (B, G)`` teams."""
+    return max(int(count.max()), 1)
+
+
+def _renumber(label: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace each partition's labels ``(Q, N)`` by 0, 1, ... in rising order; also return how many, ``(Q,)``."""
+    width = int(label.max()) + 1
+    used = torch.zeros(label.shape[0], width + 1, dtype=torch.int64, device=label.device)
+    used.scatter_(1, torch.where(label >= 0, label, width), 1)
+    used[:, width] = 0
+    number = used.cumsum(1) - 1
+    return torch.where(label >= 0, number.gather(1, label.clamp_min(0)), -1), used.sum(1)
+
+
+def _records(
+    team: Tensor, count: Tensor, most: int, representative: Tensor, keys: tuple[RoutingKeys, ...] = ()
+) -> Teams:
+    """Records of the numbered teams ``(B, G, N)`` int64, of which a sequence and group has at most ``most``."""
+    sizes = torch.zeros(*count.shape, most + 1, dtype=torch.int64, device=team.device)
+    sizes.scatter_add_(2, torch.where(team >= 0, team, most), torch.ones_like(team))
+    sizes = sizes[..., :most]
+    row_bound = sizes.sort(-1, descending=True).values.cumsum(-1).flatten(0, 1).amax(0).tolist()
+    return Teams(sizes.int(), count.int(), team.int(), representative, row_bound, keys)
 
 
 class _Parents:
@@ -130,14 +235,13 @@ class _Parents:
         self.slot = torch.where(self.member, parents + offset, self.slots)  # one dump slot for rows without a parent
         self.sizes = torch.zeros(self.slots + 1, dtype=torch.int64, device=parents.device)
         self.sizes.scatter_add_(0, self.slot.flatten(), self.member.flatten().long())
-        self.width = width
 
     def mean(self, points: Tensor) -> Tensor:
         """Each parent's mean point, ``(slots + 1, D)``, summed in token order so that no batch changes it."""
         order = torch.argsort(self.slot.flatten(), stable=True)
         order = order[: int(self.sizes.sum())]
         sizes = self.sizes.clone()
-        return torch.segment_reduce(_exact(points.flatten(0, 1)[order]), "mean", lengths=sizes, axis=0, unsafe=True)
+        return torch.segment_reduce(_wide(points.flatten(0, 1)[order]), "mean", lengths=sizes, axis=0, unsafe=True)
 
     def first_extreme(self, value: Tensor, allowed: Tensor, largest: bool) -> Tensor:
         """Each parent's row of extreme value among the allowed, the lowest index on ties; N where none is allowed."""
@@ -152,141 +256,29 @@ class _Parents:
         return first.scatter_reduce_(0, self.slot.flatten(), index.flatten(), "amin")
 
 
-def assign_teams(points: Tensor, parents: Tensor, representatives: int) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 on every parent of every partition at once.
+def _squared_distances(points: Tensor, centers: Tensor, index: Tensor) -> Tensor:
+    """Squared Euclidean distance of each row to one center, ``(Q, N)`` in :func:`_wide` precision.
+
+    Direct differences, which lose nothing to cancellation, in pieces that bound the memory.
 
     Args:
-        points: ``(Q, N, D)``, keys as cached, without normalisation.
-        parents: ``(Q, N)`` int64, -1 for rows that take no part.
-        representatives: R.
-
-    Returns:
-        ``choice (Q, N)`` int64, which of its parent's representatives owns a row (-1 without a parent), and
-        ``chosen (Q, N)`` bool, rows that are representatives.
+        points: ``(Q, N, D)``.
+        centers: ``(Q, C, D)``, or ``(C, D)`` shared by all partitions.
+        index: ``(Q, N)`` int64, each row's center.
     """
-    groups = _Parents(parents)
-    rows = points.shape[1]
-    from_mean = _squared_distances(points, groups.mean(points), groups.slot.clamp_max(max(groups.slots - 1, 0)))
-    # two rows are equally far from their mean; rounding must not break that tie
-    from_mean = from_mean.masked_fill(groups.sizes[groups.slot] == 2, 0.0)
-    picked = groups.first_extreme(from_mean, groups.member, largest=False)
-    chosen = torch.zeros_like(groups.member)
-    choice = torch.where(groups.member, 0, -1)
-    nearest = torch.full_like(from_mean, torch.inf)
-    for place in range(representatives):
-        found = (picked < rows)[groups.slot] & groups.member
-        row = picked[groups.slot].clamp_max(rows - 1)
-        distance = _squared_distances(points, points, row)
-        # a strict comparison leaves ties with the representative chosen earlier
-        closer = found & (distance < nearest)
-        choice = torch.where(closer, place, choice)
-        nearest = torch.where(closer, distance, nearest)
-        is_picked = found & (row == torch.arange(rows, device=row.device))
-        chosen = chosen | is_picked
-        choice = torch.where(is_picked, place, choice)  # a representative owns its row, whatever duplicates it has
-        if place + 1 < representatives:
-            picked = groups.first_extreme(nearest, groups.member & ~chosen, largest=True)
-    return choice, chosen
+    numbers = PIECE_CUDA if points.is_cuda else PIECE
+    step = max(1, numbers // (points.shape[0] * points.shape[2]))
+    pieces = []
+    for start in range(0, points.shape[1], step):
+        rows, wanted = points[:, start : start + step], index[:, start : start + step]
+        if centers.dim() == 2:
+            own = centers[wanted]
+        else:
+            own = centers.gather(1, wanted[..., None].expand(-1, -1, centers.shape[-1]))
+        pieces.append((_wide(rows) - _wide(own)).square_().sum(-1))
+    return torch.cat(pieces, 1)
 
 
-def build_teams(rows: Rows, points: Tensor, parents: Tensor, representatives: int) -> Teams:
-    """Team records from a parent partition (Algorithm 2).
-
-    Args:
-        rows: the prefill cache; representatives' keys are copied from it and stay frozen.
-        points: ``(B, G, N, D)``, what distances are measured on: content latents in MLA, rotated keys in GQA.
-        parents: ``(B, G, N)`` int64, -1 for padding rows.
-        representatives: R.
-    """
-    return freeze_representatives(form_teams(points, parents, representatives), rows)
-
-
-def form_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
-    """:func:`build_teams` without the routing keys; sequences of several layers may stand in one batch."""
-    batch, groups, length = parents.shape
-    flat = parents.flatten(0, 1)
-    choice, chosen = assign_teams(points.flatten(0, 1), flat, representatives)
-    # teams are numbered parent after parent, in the order their representatives were chosen
-    label = torch.where(flat >= 0, flat * representatives + choice, -1)
-    team, count = _renumber(label)
-    records = _records(team.view(batch, groups, length), count.view(batch, groups))
-    place = torch.where(chosen.view(batch, groups, length), records.team_of_row.long(), records.M)
-    spare = torch.full((batch, groups, records.M + 1), -1, dtype=torch.int64, device=parents.device)
-    index = torch.arange(length, device=parents.device).expand(batch, groups, length)
-    records.representative = spare.scatter_(2, place, index)[..., :-1].int()
-    return records
-
-
-def freeze_representatives(teams: Teams, rows: Rows) -> Teams:
-    """Copy the representatives' keys out of the cache ``rows``; padding teams get row 0's."""
-    index = teams.representative.long().clamp_min(0)[..., None]
-    keys = tuple(PlainKeys(part.gather(2, index.expand(-1, -1, -1, part.shape[-1]))) for part in rows.keys)
-    return replace(teams, routing_keys=keys)
-
-
-def build_centroids(rows: Rows, parents: Tensor) -> Teams:
-    """Clusters routed by their mean key (Appendix B.2): every parent is one group, all of its rows members."""
-    batch, groups, length = parents.shape
-    team, count = _renumber(parents.flatten(0, 1))
-    records = _records(team.view(batch, groups, length), count.view(batch, groups))
-    cluster = _Parents(team)
-    means = []
-    for part in rows.keys:
-        mean = cluster.mean(part.flatten(0, 1).float())[: cluster.slots]
-        means.append(PlainKeys(mean.nan_to_num().view(batch, groups, -1, part.shape[-1]).to(part.dtype)))
-    records.routing_keys = tuple(means)
-    return records
-
-
-def _renumber(label: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace each partition's labels ``(Q, N)`` by 0, 1, ... in rising order; also return how many, ``(Q,)``."""
-    width = int(label.max()) + 1
-    used = torch.zeros(label.shape[0], width + 1, dtype=torch.int64, device=label.device)
-    used.scatter_(1, torch.where(label >= 0, label, width), 1)
-    used[:, width] = 0
-    number = used.cumsum(1) - 1
-    return torch.where(label >= 0, number.gather(1, label.clamp_min(0)), -1), used.sum(1)
-
-
-def _records(team: Tensor, count: Tensor) -> Teams:
-    """Member lists of the numbered teams ``(B, G, N)``; routing keys are left for the caller."""
-    batch, groups, length = team.shape
-    teams = max(int(count.max()), 1)
-    sizes = torch.zeros(batch, groups, teams + 1, dtype=torch.int64, device=team.device)
-    sizes.scatter_add_(2, torch.where(team >= 0, team, teams), torch.ones_like(team))
-    sizes = sizes[..., :teams]
-    order = torch.argsort(torch.where(team >= 0, team, teams), dim=-1, stable=True)
-    covered = torch.arange(length, device=team.device) < sizes.sum(-1, keepdim=True)
-    row_bound = sizes.sort(-1, descending=True).values.cumsum(-1).flatten(0, 1).amax(0).tolist()
-    return Teams(
-        members=torch.where(covered, order, -1).int(),
-        starts=(sizes.cumsum(-1) - sizes).int(),
-        sizes=sizes.int(),
-        count=count.int(),
-        team_of_row=team.int(),
-        routing_keys=(),
-        representative=torch.full((batch, groups, teams), -1, dtype=torch.int32, device=team.device),
-        row_bound=row_bound,
-    )
-
-
-def join_teams(first: Teams, second: Teams) -> Teams:
-    """Records of two disjoint sets of rows as one; ``second`` covers at least the rows of ``first``.
-
-    Its teams are numbered after the first ones without a gap, whatever padding teams either carries.
-    """
-    old = torch.nn.functional.pad(first.team_of_row, (0, second.length - first.length), value=-1).long()
-    new = second.team_of_row.long()
-    shifted = new + first.count.long()[..., None]
-    joined = _records(torch.where(old >= 0, old, torch.where(new >= 0, shifted, -1)), first.count + second.count)
-    place = torch.arange(second.M, device=new.device) + first.count.long()[..., None]
-    place = torch.where(second.sizes > 0, place, joined.M)
-
-    def merge(a: Tensor, b: Tensor, unused: int = 0) -> Tensor:
-        out = torch.nn.functional.pad(a, (0, 0, 0, joined.M + 1 - a.shape[2]), value=unused)
-        return out.scatter_(2, place[..., None].expand_as(b), b)[:, :, :-1]
-
-    pairs = zip(first.routing_keys, second.routing_keys, strict=True)
-    joined.routing_keys = tuple(one.merged(two, merge) for one, two in pairs)
-    joined.representative = merge(first.representative[..., None], second.representative[..., None], -1)[..., 0]
-    return joined
+def _wide(points: Tensor) -> Tensor:
+    """Points in the precision of distances: float64 if they have it, else float32."""
+    return points if points.dtype == torch.float64 else points.float()

@@ -11,7 +11,7 @@ from torch import Tensor
 from latent_santa.config import SantaConfig
 from latent_santa.parents import form_parents
 from latent_santa.routing_keys import quantise_parts
-from latent_santa.teams import Teams, build_centroids, form_teams, freeze_representatives, join_teams
+from latent_santa.teams import Teams, build_centroids, build_teams, freeze_representatives, join_teams
 
 from .cache_layer import Grouped, TeamLayer
 from .families import Adapter
@@ -103,7 +103,7 @@ def _form(points: list[Tensor], member: Tensor, config: SantaConfig) -> list[Tea
     records: list[Teams] = []
     for part in _stackable(points):
         # one pass over many layers: their own passes would be too short to fill a GPU
-        stacked = form_teams(torch.cat(points[part]), torch.cat(parents[part]), config.representatives)
+        stacked = build_teams(torch.cat(points[part]), torch.cat(parents[part]), config.representatives)
         records += stacked.split(len(points[part]))
     return records
 

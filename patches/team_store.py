@@ -27,7 +27,7 @@ class TeamStore:
     Teams depend on the prompt and on the settings in :attr:`SantaConfig.grouping`, on no budget, estimator or noise. A
     handle whose ``team_store`` is one of these asks it before it groups the rows of a cache from its beginning on, for
     method "santa++". Routing keys are not kept: they are copied from the cache's rows every time. Records stay on the
-    layers' device, in about 11 bytes a row, group, layer and sequence.
+    layers' device, in about 6 bytes per row, group, layer and sequence.
 
     Batches go by their names (``handle.batch``): shapes and padding are compared, rows are not. (Teams of other rows
     would still give unbiased sums, of a larger variance.) One thread at a time may use it.

@@ -15,7 +15,7 @@ from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Draw, Output, Sampling, Suffix
-from latent_santa.teams import Teams, build_teams
+from latent_santa.teams import Teams, build_teams, freeze_representatives
 
 from . import reference as ref
 
@@ -139,7 +139,7 @@ def make_case(
     before = Rows(tuple(part[:, :, :length] for part in keys), rows.values[:, :, :length])
     points = before.keys[0].clone()
     parents = contiguous_parents(prompt, parent_size).expand(-1, groups, -1)
-    teams = build_teams(before, points, parents, representatives)
+    teams = frozen_teams(before, points, parents, representatives)
     frozen = tuple(part.clone() for part in before.keys)
     for part in rows.keys:
         part[:, :, length - 1] += normal(batch, groups, part.shape[-1]).to(dtype)
@@ -157,21 +157,26 @@ def make_case(
     return Case(query, rows, frozen, points, prompt, teams, exact, draw, scale, parent_size, representatives)
 
 
+def frozen_teams(rows: Rows, points: Tensor, parents: Tensor, representatives: int) -> Teams:
+    """Algorithm 2 with the representatives' keys copied from ``rows``."""
+    return freeze_representatives(build_teams(points, parents, representatives), rows)
+
+
 def team_lists(teams: Teams, b: int, g: int) -> list[tuple[list[int], int]]:
     """One sequence and group's teams as (members, representative), read from the records."""
-    members, starts = teams.members[b, g].tolist(), teams.starts[b, g].tolist()
-    sizes, owners = teams.sizes[b, g].tolist(), teams.representative[b, g].tolist()
-    return [(members[starts[t] : starts[t] + sizes[t]], owners[t]) for t in range(int(teams.count[b, g]))]
+    owners = teams.representative[b, g].tolist()
+    members = [(teams.team_of_row[b, g] == t).nonzero()[:, 0].tolist() for t in range(int(teams.count[b, g]))]
+    return list(zip(members, owners, strict=False))
 
 
 def check_records(teams: Teams, member: Tensor) -> None:
     """What must hold of any team records whose real rows are ``member (B, N)``."""
     batch, groups, length = teams.team_of_row.shape
-    assert teams.members.shape == (batch, groups, length) and teams.length == length
-    assert teams.sizes.shape == teams.starts.shape == teams.representative.shape == (batch, groups, teams.M)
+    assert teams.length == length
+    assert teams.sizes.shape == teams.representative.shape == (batch, groups, teams.M)
     for part in teams.routing_keys:
         assert part.shape[:3] == (batch, groups, teams.M)
-    for name in ("members", "starts", "sizes", "count", "team_of_row", "representative"):
+    for name in ("sizes", "count", "team_of_row", "representative"):
         assert getattr(teams, name).dtype == torch.int32, name
     assert teams.M == max(1, int(teams.count.max()))
     for b in range(batch):
@@ -180,8 +185,8 @@ def check_records(teams: Teams, member: Tensor) -> None:
             count, lists = int(teams.count[b, g]), team_lists(teams, b, g)
             flat = [row for rows, _ in lists for row in rows]
             assert sorted(flat) == real
-            assert teams.members[b, g].tolist() == flat + [-1] * (length - len(flat))
-            assert all(rows and rows == sorted(rows) for rows, _ in lists)
+            assert all(rows for rows, _ in lists)
+            assert teams.sizes[b, g, :count].tolist() == [len(rows) for rows, _ in lists]
             assert teams.sizes[b, g, count:].tolist() == [0] * (teams.M - count)
             assert teams.representative[b, g, count:].tolist() == [-1] * (teams.M - count)
             owner = {row: t for t, (rows, _) in enumerate(lists) for row in rows}

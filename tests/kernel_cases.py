@@ -16,7 +16,9 @@ from latent_santa.parents import contiguous_parents
 from latent_santa.routing_keys import quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Draw, Output, Sampling, Suffix
-from latent_santa.teams import Teams, build_teams
+from latent_santa.teams import Teams
+
+from .cases import frozen_teams
 
 # small blocks, so that small cases have several of everything
 SMALL: dict[str, Any] = {
@@ -102,8 +104,8 @@ def make_call(
     before = Rows(tuple(part[:, :, :prompt] for part in keys), rows.values[:, :, :prompt])
     points = before.keys[0].float().masked_fill(~real[:, None, :, None], 0.0)
     parents = contiguous_parents(real, parent_size).expand(-1, groups, -1)
-    teams = build_teams(before, points, parents, representatives)
-    teams.routing_keys = quantise_parts(teams.routing_keys, routing_dtype)
+    teams = frozen_teams(before, points, parents, representatives)
+    teams = replace(teams, routing_keys=quantise_parts(teams.routing_keys, routing_dtype))
     visible = None
     if hidden:
         visible = torch.ones(batch, suffix, dtype=torch.bool, device=device)

@@ -16,10 +16,10 @@ from latent_santa.parents import contiguous_parents
 from latent_santa.routing_keys import PlainKeys
 from latent_santa.rows import Rows, scores
 from latent_santa.step import Sampling, Suffix
-from latent_santa.teams import build_centroids, build_teams
+from latent_santa.teams import build_centroids
 
 from . import reference as ref
-from .cases import make_case, reference_noise
+from .cases import frozen_teams, make_case, reference_noise
 
 LAYOUTS = {
     "mla-1": {"layout": "mla", "heads": 1},
@@ -180,7 +180,7 @@ def test_sequence_alone_equals_sequence_in_a_padded_batch(layout, estimator, met
             query=tuple(part[b : b + 1] for part in case.query),
             rows=Rows(keys, keys[0] if LAYOUTS[layout]["layout"] == "mla" else case.rows.values[b : b + 1, :, cut]),
             prompt=member,
-            teams=build_teams(frozen, frozen.keys[0], parents, case.representatives),
+            teams=frozen_teams(frozen, frozen.keys[0], parents, case.representatives),
             suffix=Suffix(torch.arange(n, n + 2)),
             draw=replace(case.draw, key=case.draw.key[b : b + 1], step=case.draw.step[b : b + 1]),
         ).run(4, estimator, "independent", method)
@@ -198,7 +198,7 @@ def integer_case(seed, size, offset=0.0):
     for part in (case.query[1], case.rows.keys[1], case.frozen[1]):
         part[..., 0] = offset
     parents = contiguous_parents(case.prompt, case.parent_size)
-    return replace(case, teams=build_teams(Rows(case.frozen, case.frozen[0]), case.points, parents, 2))
+    return replace(case, teams=frozen_teams(Rows(case.frozen, case.frozen[0]), case.points, parents, 2))
 
 
 @pytest.mark.parametrize("method", ["santa++", "santa"])

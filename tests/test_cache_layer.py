@@ -50,7 +50,7 @@ def rows_and_teams(cache):
         (
             layer.keys,
             layer.values,
-            layer.grouped.teams.members,
+            layer.grouped.teams.team_of_row,
             layer.grouped.teams.routing_keys[0].codes,
             layer.noise_key,
         )

@@ -32,9 +32,9 @@ from latent_santa.routing_keys import CodedKeys, quantise, quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.sampling import log_inclusion
 from latent_santa.step import Sampling, Suffix
-from latent_santa.teams import build_teams, join_teams
+from latent_santa.teams import join_teams
 
-from .cases import make_case
+from .cases import frozen_teams, make_case
 from .kernel_cases import ROUNDING, SMALL, check, compare, make_call
 
 if not draws.INTERPRETED.value:
@@ -133,7 +133,7 @@ def test_teams_of_several_turns(routing_dtype: str) -> None:
     call = make_call("gqa", heads=2, groups=2, lengths=(60, 40), dims=(32,), suffix=24, dtype=torch.float16)
     rows = Rows((call.rows.keys[0][:, :, :80],), call.rows.values[:, :, :80])
     turn = (torch.arange(80) >= 60).expand(2, -1)
-    second = build_teams(rows, rows.keys[0].float(), contiguous_parents(turn, 16).expand(-1, 2, -1), 4)
+    second = frozen_teams(rows, rows.keys[0].float(), contiguous_parents(turn, 16).expand(-1, 2, -1), 4)
     first, second = (
         replace(t, routing_keys=quantise_parts(t.routing_keys, routing_dtype)) for t in (call.teams, second)
     )

@@ -16,6 +16,7 @@ from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Output, Sampling
 
 from . import reference as ref
+from .cases import team_lists
 from .tiny_models import cache_of, generate, padded, prompt, tiny_model
 
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
@@ -55,13 +56,7 @@ def reference_output(call, b, g, seed, sequence_key, estimator, shared):
     step, teams, suffix, draw = call.step, call.step.teams, call.step.suffix, call.step.draw
     query, keys = torch.cat(step.query, -1), torch.cat(step.rows.keys, -1)
     values = step.rows.values
-    members = teams.members[b, g].tolist()
-    records = []
-    for start, size, place in zip(
-        teams.starts[b, g].tolist(), teams.sizes[b, g].tolist(), teams.representative[b, g].tolist(), strict=True
-    ):
-        if size:
-            records.append(ref.Team(members[start : start + size], place))
+    records = [ref.Team(*record) for record in team_lists(teams, b, g)]
     routing_keys = torch.cat([part.codes for part in teams.routing_keys], -1)[b, g].double().numpy()[: len(records)]
     exact = suffix.index.tolist()
     if suffix.visible is not None:

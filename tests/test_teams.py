@@ -8,10 +8,10 @@ import torch
 
 from latent_santa.parents import contiguous_parents, requested_parents
 from latent_santa.rows import Rows
-from latent_santa.teams import Teams, build_centroids, build_teams, form_teams, freeze_representatives, join_teams
+from latent_santa.teams import Teams, build_centroids, build_teams, freeze_representatives, join_teams
 
 from . import reference as ref
-from .cases import check_records, team_lists
+from .cases import check_records, frozen_teams, team_lists
 
 
 def random_keys(kind: str, batch: int, groups: int, length: int, dims: int, seed: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def random_member(batch: int, length: int, seed: int, shortest: int = 1) -> torc
 def make_teams(keys, member, parents, representatives):
     """Teams of rows with a second key part, which distances must not see, as in MLA."""
     rows = Rows((keys, (keys[..., :2] * 7).sin()), keys)
-    teams = build_teams(rows, keys, parents, representatives)
+    teams = frozen_teams(rows, keys, parents, representatives)
     check_records(teams, member)
     for b in range(keys.shape[0]):
         for g in range(keys.shape[1]):
@@ -179,10 +179,11 @@ def test_many_rows_in_pieces():
     """A large batch measures its distances in pieces of rows; where a piece ends must not show."""
     keys = random_keys("normal", 32, 2, 300, 512, 5)
     labels = contiguous_parents(torch.ones(32, 300, dtype=torch.bool), 16).expand(-1, 2, -1)
-    whole = build_teams(Rows((keys,), keys), keys, labels, 3)
+    whole = build_teams(keys, labels, 3)
     for b in (0, 31):
-        alone = build_teams(Rows((keys[b : b + 1],), keys[b : b + 1]), keys[b : b + 1], labels[b : b + 1], 3)
-        assert alone.members[0].equal(whole.members[b]) and alone.representative[0].equal(whole.representative[b])
+        alone = build_teams(keys[b : b + 1], labels[b : b + 1], 3)
+        assert alone.team_of_row[0].equal(whole.team_of_row[b])
+        assert alone.representative[0].equal(whole.representative[b])
 
 
 def test_layers_stacked_in_one_batch_split_again():
@@ -190,10 +191,10 @@ def test_layers_stacked_in_one_batch_split_again():
     layers = [random_keys("normal", 2, 2, 30, 3, seed) for seed in range(3)]
     member = random_member(2, 30, 4)
     labels = contiguous_parents(member, 8).expand(-1, 2, -1)
-    stacked = form_teams(torch.cat(layers), labels.repeat(3, 1, 1), 2)
+    stacked = build_teams(torch.cat(layers), labels.repeat(3, 1, 1), 2)
     for keys, part in zip(layers, stacked.split(3), strict=True):
         rows = Rows((keys, keys.neg()), keys)
-        frozen, alone = freeze_representatives(part, rows), build_teams(rows, keys, labels, 2)
+        frozen, alone = freeze_representatives(part, rows), frozen_teams(rows, keys, labels, 2)
         check_records(frozen, member)
         for b in range(2):
             for g in range(2):
@@ -238,7 +239,7 @@ def second_turn(centroid: bool) -> tuple[Teams, Teams, Teams, torch.Tensor, torc
     built = []
     for part, member in ((before, early), (rows, late)):
         parents = contiguous_parents(member, 6).expand(-1, groups, -1)
-        built.append(build_centroids(part, parents) if centroid else build_teams(part, part.keys[0], parents, 3))
+        built.append(build_centroids(part, parents) if centroid else frozen_teams(part, part.keys[0], parents, 3))
     return built[0], built[1], join_teams(*built), early, late, rows
 
 
@@ -262,7 +263,7 @@ def test_join_keeps_the_first_turns_frozen_keys():
     for part in first.routing_keys:
         part.codes.neg_()
     again = join_teams(first, second)
-    assert again.members.equal(joined.members)
+    assert again.team_of_row.equal(joined.team_of_row)
     assert again.routing_keys[0].codes[0, 0, 0].equal(-joined.routing_keys[0].codes[0, 0, 0])
 
 
@@ -305,5 +306,5 @@ def test_bytes_counts_every_record():
     keys = random_keys("normal", 1, 1, 12, 3, 0)
     member = torch.ones(1, 12, dtype=torch.bool)
     teams = make_teams(keys, member, contiguous_parents(member, 4), 2)
-    # int32: members and team_of_row (12 each), starts, sizes, representative (6 each), count (1); float32 keys 3 + 2
-    assert teams.bytes() == 4 * (2 * 12 + 3 * 6 + 1) + 4 * 6 * (3 + 2)
+    # int32: team_of_row (12), sizes, representative (6 each), count (1); float32 keys 3 + 2
+    assert teams.bytes() == 4 * (12 + 2 * 6 + 1) + 4 * 6 * (3 + 2)

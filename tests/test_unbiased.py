@@ -18,9 +18,8 @@ from latent_santa.noise import noise_keys
 from latent_santa.rows import Rows
 from latent_santa.sampling import log_inclusion
 from latent_santa.step import Draw, Suffix
-from latent_santa.teams import build_teams
 
-from .cases import make_case
+from .cases import frozen_teams, make_case
 
 DRAWS = 12000
 K = 4
@@ -153,7 +152,7 @@ def row_teams(case, parent_size):
     length = case.prompt.shape[1]
     keys = tuple(part[:, :, :length] for part in case.rows.keys)
     parents = (torch.arange(length) // parent_size)[None, None]
-    teams = build_teams(Rows(keys, keys[0]), keys[0], parents, parent_size)
+    teams = frozen_teams(Rows(keys, keys[0]), keys[0], parents, parent_size)
     assert int(teams.count) == length
     return replace(case, teams=teams)
 

@@ -16,10 +16,10 @@ from latent_santa.parents import contiguous_parents
 from latent_santa.routing_keys import PlainKeys
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Draw, Suffix
-from latent_santa.teams import Teams, build_teams
+from latent_santa.teams import Teams, build_teams, freeze_representatives
 
 MLA_DIMS = (512, 64)
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -123,7 +123,7 @@ def synthetic(
     built = []
     for b in range(batch):  # one sequence at a time bounds the float32 copies
         one = Rows(tuple(k[b : b + 1] for k in keys), rows.values[b : b + 1])
-        built.append(build_teams(one, one.keys[0], parents, representatives))
+        built.append(freeze_representatives(build_teams(one.keys[0], parents, representatives), one))
     teams = stacked(built)
     suffix = Suffix(torch.empty(0, dtype=torch.int64, device=device))
     step = torch.full((batch,), context, dtype=torch.int64, device=device)
@@ -146,14 +146,12 @@ def stacked(built: list[Teams]) -> Teams:
     keys = tuple(keys_of(i) for i in range(len(built[0].routing_keys)))
     bound = [max(t.most_rows(n + 1) for t in built) for n in range(most)]
     return Teams(
-        members=join("members", -1),
-        starts=join("starts", 0),
         sizes=join("sizes", 0),
         count=torch.cat([t.count for t in built]),
         team_of_row=join("team_of_row", -1),
-        routing_keys=keys,
         representative=join("representative", -1),
         row_bound=bound,
+        routing_keys=keys,
     )
 
 
