@@ -45,7 +45,8 @@ class PatchedLayer:
     ) -> tuple[Tensor, Tensor | None]:
         call = self.controller.thread.call
         if call.sparse:
-            return self._sparse(call, query, key, value, kwargs["scaling"]), None
+            with torch.autocast(key.device.type, enabled=False):  # sampling is float32 whatever the model runs in
+                return self._sparse(call, query, key, value, kwargs["scaling"]), None
         if call.counted:
             self._count_dense(call, key, value)
         return self._dense(query, key, value, mask, **kwargs)

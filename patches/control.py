@@ -224,7 +224,8 @@ class Controller:
         self._group(cache.layers, self._visible(mask, batch, length))
 
     def _group(self, layers: Sequence[TeamLayer], visible: Tensor | None) -> None:
-        group_waiting(layers, self.adapters, visible, self.config, self.team_store, self.batch)
+        with torch.autocast(layers[0].keys.device.type, enabled=False):
+            group_waiting(layers, self.adapters, visible, self.config, self.team_store, self.batch)
 
     def reusing(self, forward: Any) -> Any:
         """The base model's ``forward``, which takes the prefill of a named batch from the store if it is there."""

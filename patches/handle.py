@@ -23,7 +23,7 @@ from latent_santa.routing_keys import scale_group
 
 from .attention import NAME, PatchedLayer, attention_forward
 from .control import CACHE_NAMES, Controller
-from .families import Adapter, base_model, find_adapters
+from .families import Adapter, base_model, check, find_adapters
 from .prefill_store import PrefillStore
 from .team_store import TeamStore
 
@@ -58,9 +58,8 @@ def patch(model: PreTrainedModel, config: SantaConfig | None = None, **overrides
             "handle.unpatch() first"
         )
     _check_routing(adapters, settings)
-    for adapter in adapters:
-        adapter.check()
-    return SantaHandle(model, Controller(base_model(model), adapters, settings))
+    check(model, adapters)
+    return SantaHandle(model, Controller(base_model(model, adapters), adapters, settings))
 
 
 def _checked(config: SantaConfig | None, default: SantaConfig) -> SantaConfig:

@@ -16,9 +16,30 @@ from transformers.cache_utils import QuantizedLayer
 
 import latent_santa
 from latent_santa import backends
+from latent_santa.patches.families import base_model, find_adapters
 
 from .test_patch_lifecycle import SMALL, snapshot
-from .tiny_models import LATENT, assert_same, cache_name, filled_cache, generate, prompt, scaled_up, tiny_model
+from .tiny_models import (
+    DEFAULT_ROPE,
+    GROUPED,
+    LATENT,
+    assert_same,
+    cache_name,
+    filled_cache,
+    generate,
+    prompt,
+    scaled_up,
+    tiny_model,
+)
+
+SMALL_TEXT = {
+    **{name: value for name, value in GROUPED.items() if name != "head_dim"},
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "rope_parameters": DEFAULT_ROPE,
+}
 
 
 @pytest.fixture(scope="module", params=["deepseek_v2", "qwen2"])
@@ -91,6 +112,50 @@ def test_remote_code_without_the_attention_interface(monkeypatch):
     layer = model.model.layers[1].self_attn
     layer.__class__ = type("OwnAttention", (type(layer),), {"__module__": own.__name__})
     refused(model, "model.layers.1.self_attn (OwnAttention)", "attention interface", "supported are")
+
+
+def test_an_attention_interface_of_its_own():
+    config = transformers.DogeConfig(**SMALL_TEXT)
+    refused(transformers.DogeForCausalLM(config), "model.layers.0.self_attn (DogeAttention)", "interface of its own")
+
+
+def test_cross_attention():
+    config = transformers.MllamaForCausalLM.config_class(
+        **{**SMALL_TEXT, "num_hidden_layers": 3}, cross_attention_layers=[1]
+    )
+    refused(transformers.MllamaForCausalLM(config), "model.layers.1.cross_attn", "cross-attention", "supported are")
+    model = tiny_model("qwen2")
+    model.model.layers[1].self_attn.is_cross_attention = True
+    refused(model, "model.layers.1.self_attn (Qwen2Attention)", "cross-attention")
+
+
+def test_the_base_model_has_no_head():
+    text_only = transformers.MllamaForCausalLM.config_class(**SMALL_TEXT, cross_attention_layers=[])
+    for model in (tiny_model("qwen2"), tiny_model("deepseek_v2"), transformers.MllamaForCausalLM(text_only)):
+        for part in (model, model.model):
+            assert base_model(part, find_adapters(part)) is model.model
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"])
+def test_weights_without_values(name):
+    with torch.device("meta"):
+        model = tiny_model(name)
+    refused(model, "model.embed_tokens.weight is on the meta device", "load them first")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"])
+def test_weights_spread_over_processes(name, tmp_path):
+    tensors = pytest.importorskip("torch.distributed.tensor")
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        model = tiny_model(name)
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        layer = model.model.layers[1].self_attn
+        layer.o_proj.weight = nn.Parameter(tensors.distribute_tensor(layer.o_proj.weight, mesh, [tensors.Shard(1)]))
+        refused(model, "model.layers.1.self_attn.o_proj.weight is spread over processes (a DTensor", "tp_plan")
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_layer_of_another_kind_refuses_the_whole_model():

@@ -14,28 +14,27 @@ from latent_santa.rows import Rows
 class Adapter(Protocol):
     """One attention module of one layout.
 
-    A new layout is a class like this and one row of ``find.LAYOUTS``. B counts sequences, G sharing groups, H query
-    heads per group and N cache rows.
+    A new layout is a subclass and one row of ``find.LAYOUTS``. B counts sequences, G sharing groups, H query heads per
+    group and N cache rows.
 
     Attributes:
         layout: the layout's name, such as ``"mla"``.
         module: the attention module.
         replaces: attributes of the module that the patch replaces by these values until it is undone.
+        key_dims: dimensions of each part of a row's key.
     """
 
     layout: str
     module: Any
-    replaces: dict[str, Any]
-
-    @property
-    def key_dims(self) -> tuple[int, ...]:
-        """Dimensions of each part of a row's key."""
+    replaces: dict[str, Any] = {}
+    key_dims: tuple[int, ...]
 
     def unit(self, method: str) -> Unit:
         """What a method's rows cost in this layout, in the ledger's units."""
 
     def check(self) -> None:
-        """Raise NotImplementedError where the module does not compute what this adapter assumes."""
+        """Raise NotImplementedError if the module does not compute what this adapter assumes. By default it does."""
+        return None
 
     def rows(self, keys: Tensor, values: Tensor) -> Rows:
         """A cache layer's ``keys`` and ``values`` as rows: each key part and the values are ``(B, G, N, D)``."""
@@ -53,4 +52,5 @@ class Adapter(Protocol):
         """Weighted sums of values ``(B, G, H, V)``, float32, as attention output ``(B, 1, G * H, D)`` in ``dtype``."""
 
     def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """A cache layer's rows as the keys and values that the model's own attention takes."""
+        """A cache layer's rows as the keys and values that the model's own attention takes: by default as they are."""
+        return keys, values

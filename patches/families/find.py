@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .adapter import Adapter
 from .gqa import GqaAdapter
@@ -18,16 +20,12 @@ LAYOUTS: list[tuple[tuple[str, ...], Callable[[Any], Adapter]]] = [
     (("expand_kv",), MlaAdapter),
     (("q_proj", "k_proj", "v_proj", "num_key_value_groups"), GqaAdapter),
 ]
+# arguments of forward that bring rows of another source
+CROSS = {"cross_attention_states", "encoder_hidden_states", "key_value_states"}
 SUPPORTED = (
     "supported are native transformers models whose attention caches MLA latents (DeepSeek-V2/V3 and others with "
     "`expand_kv`) or goes through the attention interface with q_proj, k_proj and v_proj (Qwen2, Qwen3, Llama, Mistral)"
 )
-
-
-def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that turns tokens into hidden states, below any head."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return decoder if decoder is not None else model.base_model
 
 
 def find_adapters(model: nn.Module) -> list[Adapter]:
@@ -67,6 +65,17 @@ def find_adapters(model: nn.Module) -> list[Adapter]:
     return adapters
 
 
+def base_model(model: PreTrainedModel, adapters: Sequence[Adapter]) -> PreTrainedModel:
+    """The innermost model around all attention layers: it turns tokens into hidden states and has no head."""
+    layers = {adapter.module for adapter in adapters}
+    around = [
+        module
+        for module in model.modules()  # outer modules come before inner ones
+        if isinstance(module, PreTrainedModel) and layers <= set(module.modules())
+    ]
+    return around[-1]
+
+
 def _adapter_class(module: nn.Module) -> Callable[[Any], Adapter] | None:
     """The adapter of a module's layout, or None where it is no attention layer."""
     if not hasattr(module, "layer_idx"):
@@ -89,8 +98,13 @@ def _reason_not(module: Any) -> str | None:
     """Why sampling the module's rows would not estimate what it computes, or None."""
     # some classes read the window from their configuration when they are called
     window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
-    if "ALL_ATTENTION_FUNCTIONS" not in vars(sys.modules[type(module).__module__]):
+    interface = vars(sys.modules[type(module).__module__]).get("ALL_ATTENTION_FUNCTIONS")
+    if interface is None:
         return "does not go through transformers' attention interface"
+    if interface is not ALL_ATTENTION_FUNCTIONS:
+        return "has an attention interface of its own"
+    if getattr(module, "is_cross_attention", False) or CROSS & set(inspect.signature(module.forward).parameters):
+        return "can attend to rows that are no tokens of the text (cross-attention)"
     if getattr(module, "indexer", None) is not None or any(
         hasattr(module, part) for part in ("index_topk", "skip_topk")
     ):
@@ -104,3 +118,27 @@ def _reason_not(module: Any) -> str | None:
     if getattr(module, "attn_logit_softcapping", None) is not None:
         return "caps its scores (softcap)"
     return None
+
+
+def check(model: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
+    """See that every weight is at hand, and that each adapter computes what its module computes.
+
+    Raises:
+        NotImplementedError: weights without values or spread over processes, or a module that differs.
+    """
+    offloaded = tuple(f"{name}." if name else "" for name, part in model.named_modules() if hasattr(part, "_hf_hook"))
+    spread = sys.modules.get("torch.distributed.tensor")  # who has not imported it has no such weight
+    for name, weight in model.named_parameters():
+        if spread is not None and isinstance(weight, spread.DTensor):
+            raise NotImplementedError(
+                f"{name} is spread over processes (a {type(weight).__name__}, from tensor parallelism or FSDP); "
+                "supported are models whose weights are whole: load it without tp_plan and distributed_config, with "
+                "device_map if one device is too small"
+            )
+        if weight.is_meta and not name.startswith(offloaded):
+            raise NotImplementedError(
+                f"{name} is on the meta device, where weights have no values; supported are models with loaded weights "
+                "(those that accelerate offloads included): load them first, for example with from_pretrained"
+            )
+    for adapter in adapters:
+        adapter.check()

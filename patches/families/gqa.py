@@ -10,21 +10,18 @@ from torch import Tensor
 from latent_santa.access import GQA_SANTA_UNIT, GQA_UNIT, Unit
 from latent_santa.rows import Rows
 
+from .adapter import Adapter
 
-class GqaAdapter:
+
+class GqaAdapter(Adapter):
     """Attention of one module with rotated keys and values in its cache."""
 
     layout = "gqa"
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.replaces: dict[str, Any] = {}
+        self.key_dims = (module.head_dim,)
         self.group = module.num_key_value_groups
-
-    @property
-    def key_dims(self) -> tuple[int, ...]:
-        """Dimensions of a row's key parts."""
-        return (self.module.head_dim,)
 
     def unit(self, method: str) -> Unit:
         return GQA_SANTA_UNIT if method == "santa" else GQA_UNIT
@@ -43,9 +40,3 @@ class GqaAdapter:
     def output(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """``(B, G, H, V)`` as attention output ``(B, 1, G * H, V)`` in the model's dtype."""
         return out.flatten(1, 2)[:, None].to(dtype)
-
-    def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return keys, values
-
-    def check(self) -> None:
-        """Nothing to check: rows are keys and values as the module made them."""

@@ -10,8 +10,13 @@ from torch import Tensor, nn
 from latent_santa.access import MLA_UNIT, Unit
 from latent_santa.rows import Rows
 
+from .adapter import Adapter
 
-class MlaAdapter:
+# whether a product of two half-precision batches may leave float32
+MIXED = "dtype" in torch.ops.aten.bmm.overloads()
+
+
+class MlaAdapter(Adapter):
     """Absorbed attention of one MLA module.
 
     ``kv_b_proj`` holds, for each head, W_UK (latent to content key) and W_UV (latent to value). A content score is
@@ -27,17 +32,13 @@ class MlaAdapter:
         if missing:
             raise NotImplementedError(f"has expand_kv but no {', '.join(missing)}")
         self.module = module
-        self.replaces: dict[str, Any] = {"expand_kv": _unexpanded}
+        self.replaces = {"expand_kv": _unexpanded}
         self.nope, self.rope = module.qk_nope_head_dim, module.qk_rope_head_dim
         self.value_dim, self.rank = module.v_head_dim, module.kv_lora_rank
+        self.key_dims = (self.rank, self.rope)
         # taken anew at every query: nothing shows reliably that a projection has not changed since. A write through
         # ``weight.data`` does not count as a version, and an adapter's scale is a number anywhere in its module
         self._weights: Tensor | None = None
-
-    @property
-    def key_dims(self) -> tuple[int, ...]:
-        """Dimensions of a row's key parts."""
-        return self.rank, self.rope
 
     def unit(self, method: str) -> Unit:
         return MLA_UNIT
@@ -45,27 +46,47 @@ class MlaAdapter:
     def up_projection(self) -> Tensor:
         """W_UK over W_UV as the module applies them now: ``(H, nope + v, rank)`` in the model's dtype.
 
-        The weight of a plain linear layer is used directly. Anything else (quantised, offloaded, with adapters) is
-        asked what it does to the unit vectors, so that packed weights are never read as numbers.
+        The weight of a plain linear layer is used directly. Any other projection (quantised, offloaded, with adapters)
+        is asked what it does to the unit vectors, so that packed weights are never read as numbers.
+
+        Raises:
+            NotImplementedError: the projection does not apply one linear map to all sequences.
         """
         projection = self.module.kv_b_proj
-        if type(projection) is nn.Linear:
+        if type(projection) is nn.Linear and not projection._forward_hooks and "forward" not in vars(projection):
             weight = projection.weight
             if weight.is_floating_point() and weight.element_size() >= 2 and not weight.is_meta:
                 return weight.view(-1, self.nope + self.value_dim, self.rank)
         layer_norm = self.module.kv_a_layernorm.weight
         device = layer_norm.device if not layer_norm.is_meta else torch.device("cpu")
-        unit = torch.eye(self.rank, dtype=layer_norm.dtype, device=device)
+        # one sequence, so that maps which differ between sequences cannot take a unit vector for one of them
+        unit = torch.eye(self.rank, dtype=layer_norm.dtype, device=device)[None]
         with torch.no_grad():
-            image = projection(unit)
-        return image.transpose(0, 1).reshape(-1, self.nope + self.value_dim, self.rank).contiguous()
+            try:
+                image = projection(unit)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise NotImplementedError(f"{self._refusal()} ({type(error).__name__}: {error})") from error
+        if image.shape[:2] != unit.shape[:2]:
+            raise NotImplementedError(f"{self._refusal()} (one sequence gives {tuple(image.shape)})")
+        return image[0].T.reshape(-1, self.nope + self.value_dim, self.rank).contiguous()
+
+    def _refusal(self) -> str:
+        return (
+            f"the kv_b_proj of layer {self.module.layer_idx} ({type(self.module.kv_b_proj).__name__}) does not apply "
+            "one linear map to every sequence; supported is one adapter per call: leave adapter_names out, or unpatch"
+        )
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
         """Query states ``(B, H, 1, nope + rope)`` as parts ``(B, 1, H, rank)`` and ``(B, 1, H, rope)``, float32."""
-        self._weights = self.up_projection()
-        content, rotary = states[:, :, 0].float().split((self.nope, self.rope), -1)
-        w_uk = self._weights[:, : self.nope].to(device=states.device, dtype=torch.float32)
-        return torch.einsum("bhd,hdr->bhr", content, w_uk)[:, None], rotary[:, None]
+        self._weights = self.up_projection().to(states.device)
+        content, rotary = states[:, :, 0].split((self.nope, self.rope), -1)
+        w_uk = self._weights[:, : self.nope]
+        if MIXED and w_uk.is_cuda and w_uk.dtype == content.dtype in (torch.bfloat16, torch.float16):
+            # the products are exact in float32, so that no float32 copy of the weight is needed
+            absorbed = torch.bmm(content.transpose(0, 1), w_uk, out_dtype=torch.float32).transpose(0, 1)
+        else:
+            absorbed = torch.einsum("bhd,hdr->bhr", content.float(), w_uk.float())
+        return absorbed[:, None], rotary.float()[:, None]
 
     def rows(self, keys: Tensor, values: Tensor) -> Rows:
         """The cache layer's content latents and rotary keys as rows."""
@@ -78,7 +99,7 @@ class MlaAdapter:
     def output(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """Latent sums ``(B, 1, H, rank)`` as attention output ``(B, 1, H, v)`` in the model's dtype."""
         assert self._weights is not None
-        w_uv = self._weights[:, self.nope :].to(device=out.device, dtype=torch.float32)
+        w_uv = self._weights[:, self.nope :].float()
         return torch.einsum("bghr,hvr->bghv", out, w_uv).to(dtype)
 
     def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +119,8 @@ class MlaAdapter:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device=device, dtype=weight.dtype)
 
-        with torch.no_grad():
+        # under autocast the module itself would round more than the check allows
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             latents, rotary = draw(1, 1, 3, self.rank), draw(1, 1, 3, self.rope)
             keys, values = (part.float() for part in self.expand(latents, rotary))
             states = draw(1, keys.shape[1], 1, self.nope + self.rope).to(keys.device)
