@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from latent_santa import minibatch
-from latent_santa.distances import row_factors
-from latent_santa.kmeans import inertia, minibatch_kmeans
+from latent_santa.kmeans import minibatch_kmeans, seeding, torch_engine
+from latent_santa.kmeans.distances import row_factors
+from latent_santa.kmeans.fitting import Fit, fit_centers, sums_by_center
+from latent_santa.kmeans.seeding import init_size, seed_centers
+from latent_santa.kmeans.torch_engine import cluster_group
 
 ENGINES = ("sklearn", "torch")
 
@@ -42,6 +44,22 @@ def table_of(points: torch.Tensor) -> torch.Tensor:
 
 def parents(lengths, size=16) -> list[int]:
     return [min(n, max(2, n // size)) for n in lengths]
+
+
+def batched(points, lengths, clusters, seed) -> torch.Tensor:
+    """The torch engine with all problems in one group, as on CUDA."""
+    return cluster_group(points, lengths, clusters, seed)
+
+
+def inertia(points, lengths, labels) -> torch.Tensor:
+    """(Q,) float64: squared distances of real rows to the mean of their cluster, summed."""
+    sums = []
+    for rows, length, label in zip(points, lengths, labels, strict=True):
+        x, label = rows[:length].double(), label[:length]
+        count = torch.bincount(label, minlength=1).clamp_(min=1)
+        means = x.new_zeros(count.shape[0], x.shape[1]).index_add_(0, label, x) / count[:, None]
+        sums.append((x - means[label]).square_().sum())
+    return torch.stack(sums)
 
 
 def assert_valid(labels, lengths, clusters) -> None:
@@ -78,7 +96,7 @@ def test_torch_engine_is_as_good_as_scikit_learn(make, width, lengths):
     for name, fit in {
         "sklearn": lambda seed: minibatch_kmeans(points, lengths, clusters, seed, "sklearn"),
         "torch": lambda seed: minibatch_kmeans(points, lengths, clusters, seed, "torch"),
-        "batched": lambda seed: minibatch.torch_labels(points, lengths, clusters, seed, group=len(lengths)),
+        "batched": lambda seed: batched(points, lengths, clusters, seed),
     }.items():
         labels = [fit(seed) for seed in range(2)]
         assert_valid(labels[0], lengths, clusters)
@@ -97,7 +115,7 @@ def test_half_rows_cluster_as_float32_rows_do(offset):
     points = points.bfloat16()
     clusters = parents(lengths)
     exact, halves = (
-        torch.stack([inertia(points, lengths, minibatch._cluster(x, lengths, clusters, seed)) for seed in range(3)])
+        torch.stack([inertia(points, lengths, cluster_group(x, lengths, clusters, seed)) for seed in range(3)])
         for x in (points.float(), points)
     )
     assert (exact.mean(0) / halves.mean(0) - 1).abs().max() < 0.02
@@ -121,9 +139,9 @@ def test_seeding_does_not_depend_on_the_batch():
     lengths, clusters = [400, 13000, 37], [90, 60, 5]
     points = torch.randint(-8, 9, (3, 13000, 6), generator=g).float()
     table = table_of(points)
-    together = minibatch._seed_centers(table, 6, lengths, clusters, 7)
+    together = seed_centers(table, 6, lengths, clusters, 7)
     for q, (n, k) in enumerate(zip(lengths, clusters, strict=True)):
-        alone = minibatch._seed_centers(table[q : q + 1, :n].contiguous(), 6, [n], [k], 7)
+        alone = seed_centers(table[q : q + 1, :n].contiguous(), 6, [n], [k], 7)
         assert torch.equal(together[q, :k], alone[0])
         assert len(alone[0].unique(dim=0)) == k  # a row at distance 0 is never drawn
 
@@ -131,10 +149,10 @@ def test_seeding_does_not_depend_on_the_batch():
 def test_seeding_does_not_depend_on_the_centers_of_a_step(monkeypatch):
     points = stack(latent_like, [300, 200], 8).nan_to_num()
     table, lengths, clusters = table_of(points), [300, 200], [20, 9]
-    expected = minibatch._seed_centers(table, 8, lengths, clusters, 2)
+    expected = seed_centers(table, 8, lengths, clusters, 2)
     for at_once in (7, 19, 64):
-        monkeypatch.setitem(minibatch._CENTERS_PER_STEP, "cpu", at_once)
-        assert torch.equal(minibatch._seed_centers(table, 8, lengths, clusters, 2), expected)
+        monkeypatch.setitem(seeding.CENTERS_PER_STEP, "cpu", at_once)
+        assert torch.equal(seed_centers(table, 8, lengths, clusters, 2), expected)
 
 
 def test_seeding_is_greedy_like_scikit_learn():
@@ -146,12 +164,12 @@ def test_seeding_is_greedy_like_scikit_learn():
     def potential(centers):
         return torch.cdist(points[0].double(), centers.double()).square().amin(1).sum()
 
-    ours = sum(potential(minibatch._seed_centers(table, 12, [800], [50], seed)[0]) for seed in range(8))
+    ours = sum(potential(seed_centers(table, 12, [800], [50], seed)[0]) for seed in range(8))
     theirs = sum(
         potential(torch.from_numpy(kmeans_plusplus(points[0].numpy(), 50, random_state=seed)[0])) for seed in range(8)
     )
     assert abs(ours / theirs - 1) < 0.03  # with one trial instead of five: 15 % more
-    assert [minibatch._init_size(*case) for case in ((5000, 300), (13000, 60), (200000, 12500))] == [5000, 12288, 37500]
+    assert [init_size(*case) for case in ((5000, 300), (13000, 60), (200000, 12500))] == [5000, 12288, 37500]
 
 
 def test_fitting_does_not_depend_on_the_batch():
@@ -162,10 +180,10 @@ def test_fitting_does_not_depend_on_the_batch():
     points = towns[torch.arange(5000) % 4] + torch.randn(3, 5000, 3, generator=g)
     table, centers = table_of(points), towns.expand(3, 4, 3)
     real = torch.arange(4) < clusters[:, None]
-    together = minibatch._fit(table, centers, real, lengths, clusters, 9)
+    together = fit_centers(table, centers, real, lengths, clusters, 9)
     for q, k in enumerate(clusters.tolist()):
         one = slice(q, q + 1)
-        alone = minibatch._fit(table[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9)
+        alone = fit_centers(table[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9)
         torch.testing.assert_close(together[q, :k], alone[0], rtol=1e-5, atol=1e-5)
         assert not torch.equal(alone[0], towns[:k])
 
@@ -191,7 +209,7 @@ def test_layout_and_dtype_do_not_matter(engine):
 
 
 @pytest.mark.parametrize("engine, group", [("sklearn", None), ("torch", None), ("torch", 5)])
-def test_degenerate_problems(engine, group):
+def test_degenerate_problems(engine, group, monkeypatch):
     g = torch.Generator().manual_seed(1)
     lengths, clusters = [1, 2, 40, 40, 40], [1, 2, 40, 20, 1]
     points = torch.full((5, 40, 4), torch.nan)
@@ -201,7 +219,8 @@ def test_degenerate_problems(engine, group):
     points[3] = 0.3
     points[4] = torch.randn(40, 4, generator=g)
     if group:
-        labels = minibatch.torch_labels(points, lengths, clusters, 0, group)
+        monkeypatch.setattr(torch_engine, "group_size", lambda *_: group)
+        labels = torch_engine.torch_labels(points, lengths, clusters, 0)
     else:
         labels = minibatch_kmeans(points, lengths, clusters, engine=engine)
     assert_valid(labels, lengths, clusters)
@@ -211,7 +230,7 @@ def test_degenerate_problems(engine, group):
     assert inertia(points, lengths, labels)[:4].max() < 1e-9
 
 
-def new_fit(length, k, centers, **state) -> minibatch._Fit:
+def new_fit(length, k, centers, **state) -> Fit:
     problems, padded, _ = centers.shape
     defaults = {
         "length": torch.tensor(length), "k": torch.tensor(k),
@@ -221,7 +240,7 @@ def new_fit(length, k, centers, **state) -> minibatch._Fit:
         "lowest": torch.full((problems,), torch.inf, dtype=torch.float64),
         "stale": torch.zeros(problems, dtype=torch.int64), "running": torch.ones(problems, dtype=torch.bool),
     }  # fmt: skip
-    return minibatch._Fit(**(defaults | state))
+    return Fit(**(defaults | state))
 
 
 def test_centers_move_to_the_mean_of_all_their_rows_and_stopped_ones_stay():
@@ -246,7 +265,7 @@ def test_rows_are_added_up_by_center(dtype):
     belongs = torch.nn.functional.one_hot(label, 8).double() * used[:, :, None]  # the eighth center has no rows
     members = torch.zeros(2, 50, 8, dtype=dtype) if dtype.itemsize == 2 else None
     for _ in range(2):
-        sums = minibatch._sums(x, label, belongs.sum(1).long(), used, members)
+        sums = sums_by_center(x, label, belongs.sum(1).long(), used, members)
         torch.testing.assert_close(sums.double(), belongs.transpose(1, 2) @ x.double(), rtol=1e-6, atol=1e-6)
         assert members is None or not members.any()
 

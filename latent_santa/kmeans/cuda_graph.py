@@ -1,4 +1,4 @@
-"""Steps that run many times on the same tensors, replayed from a CUDA graph where there is one."""
+"""Steps that run many times on the same tensors, on CUDA as a captured graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @lru_cache
 def _capture_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """One stream a device and thread.
+    """One stream per device and thread.
 
     The matrix library keeps a workspace of tens of megabytes for every stream it has seen, so there should be few; but
     two threads cannot capture on one stream at a time.
@@ -19,11 +19,11 @@ def _capture_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Replayed:
+class GraphedStep:
     """A step that is called many times on the same tensors.
 
-    On CUDA the second call captures it in a graph, and calls from then on replay that: its kernels are shorter than
-    their launches. Everything that changes must change in place.
+    On CUDA the second call captures it in a graph, which that call and all later ones launch: the step's kernels are
+    shorter than their launches one by one. Everything that changes must change in place.
     """
 
     def __init__(self, step: Callable[[], None], device: torch.device) -> None:

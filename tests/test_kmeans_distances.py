@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from latent_santa.distances import center_factors, copies_of, nearest_centers, opposite_factors, row_factors
+from latent_santa.kmeans.distances import center_factors, copies_of, nearest_centers, opposite_factors, row_factors
 
 
 def table_of(rows: torch.Tensor) -> torch.Tensor:
