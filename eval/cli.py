@@ -15,6 +15,7 @@ COMMANDS = {
     "paper": "which conditions of the paper's tables hold in a run",
     "compare": "one prompt: answers, rows read, agreement and attention error of several settings beside dense",
     "check": "self-check of a model: what is patched, K = M equals dense, unpatching restores",
+    "convert-to-mla": "write a Qwen2 checkpoint as DeepSeek-V2 (MLA) of the same function, to test MLA on real weights",
     "bench": "time and memory: decode (whole model), operator (one layer), capture (a real workload)",
 }
 
@@ -29,7 +30,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, about in COMMANDS.items():
         if name == command:
-            importlib.import_module(f"latent_santa.eval.commands.{name}").add_parser(subparsers)
+            importlib.import_module(f"latent_santa.eval.commands.{name.replace('-', '_')}").add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=about)
     return parser
