@@ -5,17 +5,36 @@ Importing this package needs neither Triton nor a GPU; ask ``BACKEND.reason_not`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from latent_santa.step import DecodeStep, Output, Sampling
 
-from .plan import Workspace
-from .support import unavailable, unsupported
+from .support import reason_not, unavailable
+from .workspace import Workspace
 
-if TYPE_CHECKING:
-    from .operator import sampled_attention
+__all__ = ["BACKEND", "Workspace", "reason_not", "sampled_attention", "unavailable"]
 
-__all__ = ["BACKEND", "Workspace", "sampled_attention", "unavailable", "unsupported"]
+
+def sampled_attention(step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None) -> Output:
+    """SANTA++ for one decoding step of one layer (Algorithm 1), or its pooled form. Four launches, pooled five; no
+    synchronisation.
+
+    A float32 query over 16-bit rows is fed to the tensor cores as two 16-bit parts, and so are the softmax weights,
+    so that scores and output keep about float32's precision. A query in the rows' own dtype takes one part each.
+    Seed, step and team counts are read on the device: a captured CUDA graph draws anew each time it runs after
+    ``draw.step`` was advanced in place.
+
+    Args:
+        step: the query in float32 or the rows' dtype; rows with a contiguous last dimension and any other strides;
+            routing keys in the cache's dtype or in codes (:mod:`latent_santa.routing_keys`).
+        sampling: K, estimator and noise.
+        workspace: scratch kept between steps; None takes the current stream's own.
+
+    Raises:
+        RuntimeError: the kernels cannot take these inputs; the message says why.
+    """
+    reason = reason_not(step, sampling)
+    if reason is not None:
+        raise RuntimeError(f"the triton backend cannot run: {reason}")
+    return BACKEND.sampled_attention(step, sampling, workspace)
 
 
 class TritonBackend:
@@ -24,22 +43,14 @@ class TritonBackend:
     name = "triton"
 
     def reason_not(self, step: DecodeStep, sampling: Sampling) -> str | None:
-        assert step.teams is not None, "this operator samples teams"
-        return unsupported(step.query, step.rows, step.teams, sampling.k)
+        """Why the kernels cannot run the step, or None when they can."""
+        return reason_not(step, sampling)
 
-    def sampled_attention(self, step: DecodeStep, sampling: Sampling) -> Output:
-        from .operator import sampled_attention
+    def sampled_attention(self, step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None) -> Output:
+        """:func:`latent_santa.kernels.sampled_attention` without its checks, for a caller that asked ``reason_not``."""
+        from .launch import run  # imports triton, which a CPU installation may lack
 
-        return sampled_attention(step, sampling)
+        return run(step, sampling, workspace)
 
 
 BACKEND = TritonBackend()
-
-
-def __getattr__(name: str) -> Any:
-    # the kernels' modules import triton, which a CPU installation may lack
-    if name == "sampled_attention":
-        from . import operator
-
-        return operator.sampled_attention
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

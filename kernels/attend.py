@@ -1,7 +1,7 @@
-"""Attention over the union's rows and the suffix, read from the cache by row number; split over the rows.
+"""Attention over the union's rows and the suffix (Algorithm 1, lines 13-18), split over the rows.
 
-Algorithm 1, lines 10-18. A row's bias is minus its team's log correction: per head where the head selected the team,
-or one for all heads of the group (pooled).
+Rows are read from the cache by row number. A row's bias is minus its team's log correction: per head where the head
+selected the team, or one for all heads of the group (pooled). U-hat and Z-hat are kept as a running softmax.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .draws import dot, split, wait
+from .device import wait
+from .maths import dot, load_query, split
 from .rowlist import RUN, append_suffix, append_union, share_rows
 
 
 @triton.jit
-def load_query(q, head, H, D: tl.constexpr, BD: tl.constexpr, stride, dtype: tl.constexpr, SPLIT: tl.constexpr):
-    """Queries ``(heads, dims)`` as one part of the rows' dtype, or as two whose sum is the float32 query."""
-    dim = tl.arange(0, BD)
-    x = tl.load(q + head[:, None] * stride + dim[None, :], mask=(head < H)[:, None] & (dim < D)[None, :], other=0.0)
+def query_parts(p_query, i_head, H, stride, D: tl.constexpr, BD: tl.constexpr, dtype: tl.constexpr, SPLIT: tl.constexpr):
+    """Queries ``[HB, BD]`` as high and low parts of the rows' dtype; without SPLIT the low part is not to be used."""
+    b_query = load_query(p_query, i_head, tl.arange(0, BD), H, D, stride)
     if SPLIT:
-        return split(x.to(tl.float32), dtype)
-    high = x.to(dtype)
-    return high, high
+        return split(b_query.to(tl.float32), dtype)
+    b_high = b_query.to(dtype)
+    return b_high, b_high
 
 
 @triton.jit
-def load_rows(base, row, ok, stride, D: tl.constexpr, BD: tl.constexpr):
-    """Cache rows ``(rows, dims)``, zero where not ``ok``."""
-    dim = tl.arange(0, BD)
-    mask = ok[:, None]
+def load_rows(p_rows, i_row, m_row, stride, D: tl.constexpr, BD: tl.constexpr):
+    """Cache rows ``[BN, BD]``, zero where not ``m_row``."""
+    i_dim = tl.arange(0, BD)
+    m_dims = m_row[:, None]
     if D < BD:
-        mask = mask & (dim < D)[None, :]
-    return tl.load(base + row.to(tl.int64)[:, None] * stride + dim[None, :], mask=mask, other=0.0)
+        m_dims = m_dims & (i_dim < D)[None, :]
+    return tl.load(p_rows + i_row.to(tl.int64)[:, None] * stride + i_dim[None, :], mask=m_dims, other=0.0)
 
 
 @triton.jit
 def by_row(x, TALL: tl.constexpr):
-    """A vector over rows beside the scores: the scores are ``(rows, heads)`` if TALL, else ``(heads, rows)``."""
+    """A vector over rows beside the scores: the scores are ``[BN, HB]`` if TALL, else ``[HB, BN]``."""
     return x[:, None] if TALL else x[None, :]
 
 
@@ -47,122 +47,132 @@ def by_head(x, TALL: tl.constexpr):
 
 
 @triton.jit
-def add_products(score, k, q, TALL: tl.constexpr):
-    """The scores plus keys ``(rows, dims)`` times queries ``(heads, dims)``."""
-    return dot(k, tl.trans(q), score) if TALL else dot(q, tl.trans(k), score)
+def add_products(b_score, b_key, b_query, TALL: tl.constexpr):
+    """The scores plus keys ``[BN, dims]`` times queries ``[HB, dims]``."""
+    return dot(b_key, tl.trans(b_query), b_score) if TALL else dot(b_query, tl.trans(b_key), b_score)
 
 
 @triton.jit
-def add_values(out, p, v, TALL: tl.constexpr):
-    """The outputs, ``(dims, heads)`` if TALL, else ``(heads, dims)``, plus weights times values ``(rows, dims)``."""
-    return dot(tl.trans(v), p, out) if TALL else dot(p, v, out)
+def add_values(b_out, b_weight, b_value, TALL: tl.constexpr):
+    """The outputs, ``[dims, HB]`` if TALL, else ``[HB, dims]``, plus weights times values ``[BN, dims]``."""
+    return dot(tl.trans(b_value), b_weight, b_out) if TALL else dot(b_weight, b_value, b_out)
 
 
-@triton.jit(do_not_specialize=["E", "visible_b"])
+@triton.jit(do_not_specialize=["E", "visible_stride"])
 def attend_kernel(
-    q0, q1, k0, k1, values, team_of_row, flags, corrections, index, visible, list_rows, list_teams, list_bits,
-    part_out, part_max, part_sum, part_rows, scale, q0_b, q0_g, q0_h, q1_b, q1_g, q1_h, k0_b, k0_g, k0_n, k1_b,
-    k1_g, k1_n, v_b, v_g, v_n, visible_b, N, E, MP, G, H, CAPACITY, D0: tl.constexpr, D1: tl.constexpr,
+    query0, query1, keys0, keys1, values, team_of_row, flags, corrections, index, visible, list_rows, list_teams,
+    list_bits, part_out, part_max, part_sum, part_rows, scale, query0_strides, query1_strides, keys0_strides,
+    keys1_strides, values_strides, visible_stride, N, E, MP, G, H, CAPACITY, D0: tl.constexpr, D1: tl.constexpr,
     BD0: tl.constexpr, BD1: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
-    LANES: tl.constexpr, WORDS: tl.constexpr, TALL: tl.constexpr, LATENT: tl.constexpr, TWO: tl.constexpr,
-    SPLIT: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr, TALL: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr,
+    POOLED: tl.constexpr, ALL: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, head block, sequence * G + group). ``corrections`` are a head's own, or the pooled ones.
+    """Program (share, head block, sequence * G + group). ``corrections`` are per head, or the pooled ones. LATENT: two
+    key parts, of which the first is the value too.
 
     Writes ``part_max, part_sum (B G, H, shares)`` and, where it had rows, ``part_out (B G, H, shares, V)``, the sum of
     values under exp(score - part_max); ``part_rows (B G, shares, 2)``, union and suffix rows. The lists are scratch.
+    Strides are (sequence, group, head) of a query and (sequence, group, row) of keys and values.
     """
-    share, shares = tl.program_id(0), tl.num_programs(0)
-    bg = tl.program_id(2)
-    b, g = bg // G, bg % G
-    h0 = tl.program_id(1) * HB
-    head = h0 + tl.arange(0, HB)
-    qa0, la0 = load_query(
-        q0 + b.to(tl.int64) * q0_b + g.to(tl.int64) * q0_g, head, H, D0, BD0, q0_h, DTYPE, SPLIT
+    i_share, shares = tl.program_id(0), tl.num_programs(0)
+    i_bg = tl.program_id(2)
+    i_b, i_g = i_bg // G, i_bg % G
+    first_head = tl.program_id(1) * HB
+    i_head = first_head + tl.arange(0, HB)  # [HB]
+    b_high0, b_low0 = query_parts(
+        query0 + i_b.to(tl.int64) * query0_strides[0] + i_g.to(tl.int64) * query0_strides[1], i_head, H,
+        query0_strides[2], D0, BD0, DTYPE, SPLIT,
     )  # fmt: skip
-    qa1, la1 = load_query(
-        q1 + b.to(tl.int64) * q1_b + g.to(tl.int64) * q1_g, head, H, D1, BD1, q1_h, DTYPE, SPLIT
+    b_high1, b_low1 = query_parts(
+        query1 + i_b.to(tl.int64) * query1_strides[0] + i_g.to(tl.int64) * query1_strides[1], i_head, H,
+        query1_strides[2], D1, BD1, DTYPE, SPLIT,
     )  # fmt: skip
-    keys0 = k0 + b.to(tl.int64) * k0_b + g.to(tl.int64) * k0_g
-    keys1 = k1 + b.to(tl.int64) * k1_b + g.to(tl.int64) * k1_g
-    vals = values + b.to(tl.int64) * v_b + g.to(tl.int64) * v_g
-    line0 = bg.to(tl.int64) * H
-    mine = ((bg.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * shares + share) * CAPACITY
-    list_rows += mine
-    list_teams += mine
-    list_bits += mine
-    owner = team_of_row + bg.to(tl.int64) * N
-    flags += bg.to(tl.int64) * WORDS * MP
-    per = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
-    first_rows, first_teams = share_rows(owner, 0, N, per, share, shares, LANES)
+    p_keys0 = keys0 + i_b.to(tl.int64) * keys0_strides[0] + i_g.to(tl.int64) * keys0_strides[1]
+    p_keys1 = keys1 + i_b.to(tl.int64) * keys1_strides[0] + i_g.to(tl.int64) * keys1_strides[1]
+    p_values = values + i_b.to(tl.int64) * values_strides[0] + i_g.to(tl.int64) * values_strides[1]
+    i_bgh = i_bg.to(tl.int64) * H
+    o_list = ((i_bg.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * shares + i_share) * CAPACITY
+    p_list_rows = list_rows + o_list
+    p_list_teams = list_teams + o_list
+    p_list_bits = list_bits + o_list
+    p_team_of_row = team_of_row + i_bg.to(tl.int64) * N
+    p_flags = flags + i_bg.to(tl.int64) * WORDS * MP
+    per_share = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
+    i_first_rows, i_first_teams = share_rows(p_team_of_row, 0, N, per_share, i_share, shares, LANES)
     wait(PDL)
 
-    held, union = append_union(
-        first_rows, first_teams, owner, flags, list_rows, list_teams, list_bits, N, per, share, shares, MP, h0, HB,
-        WORDS, POOLED, ALL, LANES,
+    # line 13: the index set, as a list
+    listed, union = append_union(
+        i_first_rows, i_first_teams, p_team_of_row, p_flags, p_list_rows, p_list_teams, p_list_bits, N, per_share,
+        i_share, shares, MP, first_head, HB=HB, WORDS=WORDS, POOLED=POOLED, ALL=ALL, LANES=LANES,
     )  # fmt: skip
-    total = append_suffix(index, visible, visible_b, list_rows, list_teams, held, E, b, share, shares, MASKED, LANES)
+    total = append_suffix(
+        index, visible, visible_stride, p_list_rows, p_list_teams, listed, E, i_b, i_share, shares, MASKED=MASKED,
+        LANES=LANES,
+    )  # fmt: skip
     tl.debug_barrier()
 
-    top = tl.full((HB,), float("-inf"), tl.float32)
-    mass = tl.zeros((HB,), tl.float32)
+    # lines 14-18: U-hat is exp(b_top) times b_out, Z-hat exp(b_top) times b_mass
+    b_top = tl.full((HB,), float("-inf"), tl.float32)  # [HB]
+    b_mass = tl.zeros((HB,), tl.float32)  # [HB]
     axis: tl.constexpr = 0 if TALL else 1
-    out = tl.zeros((BV, HB) if TALL else (HB, BV), tl.float32)
-    zero = tl.zeros((BN, HB) if TALL else (HB, BN), tl.float32)
+    b_out = tl.zeros((BV, HB) if TALL else (HB, BV), tl.float32)  # [HB, BV], if TALL [BV, HB]
+    zero = tl.zeros((BN, HB) if TALL else (HB, BN), tl.float32)  # [HB, BN], if TALL [BN, HB], as scores and biases
     for start in tl.range(0, total, BN, num_stages=STAGES):
-        slot = start + tl.arange(0, BN)
-        ok = slot < total
-        row = tl.load(list_rows + slot, mask=ok, other=0)
-        team = tl.load(list_teams + slot, mask=ok, other=-1)
-        k = load_rows(keys0, row, ok, k0_n, D0, BD0)
-        bias = zero
+        i_slot = start + tl.arange(0, BN)
+        m_slot = i_slot < total
+        i_row = tl.load(p_list_rows + i_slot, mask=m_slot, other=0)  # [BN]
+        i_team = tl.load(p_list_teams + i_slot, mask=m_slot, other=-1)  # [BN]
+        b_key0 = load_rows(p_keys0, i_row, m_slot, keys0_strides[2], D0, BD0)  # [BN, BD0]
+        b_bias = zero
         if not ALL:
-            sampled = ok & (team >= 0)
-            known = bg.to(tl.int64) * MP + tl.maximum(team, 0)
+            m_sampled = m_slot & (i_team >= 0)
+            i_known = i_bg.to(tl.int64) * MP + tl.maximum(i_team, 0)
             if POOLED:
-                bias += by_row(tl.load(corrections + known, mask=sampled, other=0.0), TALL)
+                b_bias += by_row(tl.load(corrections + i_known, mask=m_sampled, other=0.0), TALL)
             else:
                 # a head that did not select the row's team has no correction for it, and the row counts for nothing
-                bits = tl.load(list_bits + slot, mask=sampled, other=0)
-                at = by_row(known, TALL) * H + by_head(head, TALL)
-                log_c = tl.load(corrections + at, mask=by_row(sampled, TALL) & by_head(head < H, TALL), other=0.0)
-                picked = ((by_row(bits, TALL) >> by_head(tl.arange(0, HB), TALL)) & 1) != 0
-                bias = tl.where(by_row(sampled, TALL), tl.where(picked, log_c, float("inf")), 0.0)
-        bias = tl.where(by_row(ok, TALL), bias, float("inf"))
-        score = add_products(zero, k, qa0, TALL)
+                b_bits = tl.load(p_list_bits + i_slot, mask=m_sampled, other=0)  # [BN]
+                o_log_c = by_row(i_known, TALL) * H + by_head(i_head, TALL)
+                m_log_c = by_row(m_sampled, TALL) & by_head(i_head < H, TALL)
+                b_log_c = tl.load(corrections + o_log_c, mask=m_log_c, other=0.0)
+                m_picked = ((by_row(b_bits, TALL) >> by_head(tl.arange(0, HB), TALL)) & 1) != 0
+                b_bias = tl.where(by_row(m_sampled, TALL), tl.where(m_picked, b_log_c, float("inf")), 0.0)
+        b_bias = tl.where(by_row(m_slot, TALL), b_bias, float("inf"))
+        b_score = add_products(zero, b_key0, b_high0, TALL)
         if SPLIT:
-            score = add_products(score, k, la0, TALL)
-        if TWO:
-            r = load_rows(keys1, row, ok, k1_n, D1, BD1)
-            score = add_products(score, r, qa1, TALL)
+            b_score = add_products(b_score, b_key0, b_low0, TALL)
+        if LATENT:
+            b_key1 = load_rows(p_keys1, i_row, m_slot, keys1_strides[2], D1, BD1)  # [BN, BD1]
+            b_score = add_products(b_score, b_key1, b_high1, TALL)
             if SPLIT:
-                score = add_products(score, r, la1, TALL)
-        v = k if LATENT else load_rows(vals, row, ok, v_n, V, BV)
-        score = score * scale - bias
-        new = tl.maximum(top, tl.max(score, axis))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        old = tl.exp(top - safe)
-        p = tl.exp(score - by_head(safe, TALL))
-        mass = mass * old + tl.sum(p, axis)
-        out = out * by_head(old, TALL)
+                b_score = add_products(b_score, b_key1, b_low1, TALL)
+        b_value = b_key0 if LATENT else load_rows(p_values, i_row, m_slot, values_strides[2], V, BV)  # [BN, BV]
+        b_score = b_score * scale - b_bias
+        b_new = tl.maximum(b_top, tl.max(b_score, axis))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink = tl.exp(b_top - b_safe)
+        b_weight = tl.exp(b_score - by_head(b_safe, TALL))
+        b_mass = b_mass * b_shrink + tl.sum(b_weight, axis)
+        b_out = b_out * by_head(b_shrink, TALL)
         if SPLIT:
-            high, low = split(p, DTYPE)
-            out = add_values(out, high, v, TALL)
-            out = add_values(out, low, v, TALL)
+            b_weight_high, b_weight_low = split(b_weight, DTYPE)
+            b_out = add_values(b_out, b_weight_high, b_value, TALL)
+            b_out = add_values(b_out, b_weight_low, b_value, TALL)
         else:
-            out = add_values(out, p.to(DTYPE), v, TALL)
-        top = new
+            b_out = add_values(b_out, b_weight.to(DTYPE), b_value, TALL)
+        b_top = b_new
 
-    real = head < H
-    cell = (line0 + head) * shares + share
-    tl.store(part_max + cell, top, mask=real)
-    tl.store(part_sum + cell, mass, mask=real)
+    m_head = i_head < H
+    o_part = (i_bgh + i_head) * shares + i_share
+    tl.store(part_max + o_part, b_top, mask=m_head)
+    tl.store(part_sum + o_part, b_mass, mask=m_head)
     if total > 0:
-        dim = tl.arange(0, BV)
-        ok = by_head(real, TALL) & by_row(dim < V, TALL)
-        tl.store(part_out + by_head(cell, TALL) * V + by_row(dim, TALL), out, mask=ok)
+        i_dim = tl.arange(0, BV)
+        m_out = by_head(m_head, TALL) & by_row(i_dim < V, TALL)
+        tl.store(part_out + by_head(o_part, TALL) * V + by_row(i_dim, TALL), b_out, mask=m_out)
     if tl.program_id(1) == 0:
-        count = part_rows + (bg.to(tl.int64) * shares + share) * 2
-        tl.store(count, union)
-        tl.store(count + 1, total - held)
+        p_count = part_rows + (i_bg.to(tl.int64) * shares + i_share) * 2
+        tl.store(p_count, union)
+        tl.store(p_count + 1, total - listed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .draws import INTERPRETED
+from .interpreter import INTERPRETED
 
 
 def _unpacking(kind: str, exponent: str, one: str, less: str) -> tl.constexpr:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .draws import wait
+from .device import wait
 
 
 @triton.jit(do_not_specialize=["shares"])
@@ -17,35 +17,36 @@ def combine_kernel(
 
     Writes ``out (B G, H, V)``, ``lse (B G, H)`` and ``counts (3, B G)`` int64: routing, union and suffix rows.
     """
-    h = tl.program_id(1)
-    bg = tl.program_id(2)
-    line = bg.to(tl.int64) * H + h
-    dim = tl.program_id(0) * BV + tl.arange(0, BV)
+    i_h = tl.program_id(1)
+    i_bg = tl.program_id(2)
+    i_bgh = i_bg.to(tl.int64) * H + i_h
+    i_dim = tl.program_id(0) * BV + tl.arange(0, BV)  # [BV]
     wait(PDL)
-    share = tl.arange(0, NS)
-    top = tl.load(part_max + line * shares + share, mask=share < shares, other=float("-inf"))
-    mass = tl.load(part_sum + line * shares + share, mask=share < shares, other=0.0)
-    most = tl.max(top, 0)
-    safe = tl.where(most == float("-inf"), 0.0, most)
-    whole = tl.sum(mass * tl.exp(top - safe), 0)
-    total = tl.zeros((BV,), tl.float32)
+    i_share = tl.arange(0, NS)
+    m_share = i_share < shares
+    b_top = tl.load(part_max + i_bgh * shares + i_share, mask=m_share, other=float("-inf"))  # [NS]
+    b_mass = tl.load(part_sum + i_bgh * shares + i_share, mask=m_share, other=0.0)  # [NS]
+    top = tl.max(b_top, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    mass = tl.sum(b_mass * tl.exp(b_top - safe), 0)
+    b_total = tl.zeros((BV,), tl.float32)  # [BV]
     for start in range(0, shares, BS):
-        s = start + tl.arange(0, BS)
-        at = line * shares + s
-        t = tl.load(part_max + at, mask=s < shares, other=float("-inf"))
+        i_some = start + tl.arange(0, BS)
+        o_part = i_bgh * shares + i_some
+        b_some = tl.load(part_max + o_part, mask=i_some < shares, other=float("-inf"))  # [BS]
         # a share without mass wrote no sum
-        ok = (t > float("-inf"))[:, None] & (dim < V)[None, :]
-        part = tl.load(part_out + at[:, None] * V + dim[None, :], mask=ok, other=0.0)
-        total += tl.sum(part * tl.exp(t - safe)[:, None], 0)
+        m_part = (b_some > float("-inf"))[:, None] & (i_dim < V)[None, :]
+        b_part = tl.load(part_out + o_part[:, None] * V + i_dim[None, :], mask=m_part, other=0.0)  # [BS, BV]
+        b_total += tl.sum(b_part * tl.exp(b_some - safe)[:, None], 0)
     # a sequence without any row (all padding) gets zeros, as in PyTorch
-    tl.store(out + line * V + dim, total / tl.where(whole == 0.0, 1.0, whole), mask=dim < V)
+    tl.store(out + i_bgh * V + i_dim, b_total / tl.where(mass == 0.0, 1.0, mass), mask=i_dim < V)
     if tl.program_id(0) == 0:
-        tl.store(lse + line, safe + tl.log(whole))
-        if h == 0:
-            union = tl.load(part_rows + (bg.to(tl.int64) * shares + share) * 2, mask=share < shares, other=0)
-            exact = tl.load(part_rows + (bg.to(tl.int64) * shares + share) * 2 + 1, mask=share < shares, other=0)
-            n = tl.load(count + bg)
+        tl.store(lse + i_bgh, safe + tl.log(mass))
+        if i_h == 0:
+            b_union = tl.load(part_rows + (i_bg.to(tl.int64) * shares + i_share) * 2, mask=m_share, other=0)  # [NS]
+            b_suffix = tl.load(part_rows + (i_bg.to(tl.int64) * shares + i_share) * 2 + 1, mask=m_share, other=0)
+            n = tl.load(count + i_bg)
             routed = tl.where((n > K) & (not ALL), n, 0)
-            tl.store(counts + bg, routed.to(tl.int64))
-            tl.store(counts + GROUPS + bg, tl.sum(union.to(tl.int64), 0))
-            tl.store(counts + 2 * GROUPS + bg, tl.sum(exact.to(tl.int64), 0))
+            tl.store(counts + i_bg, routed.to(tl.int64))
+            tl.store(counts + GROUPS + i_bg, tl.sum(b_union.to(tl.int64), 0))
+            tl.store(counts + 2 * GROUPS + i_bg, tl.sum(b_suffix.to(tl.int64), 0))

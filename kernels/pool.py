@@ -1,11 +1,12 @@
-"""Pooled corrections: one inclusion probability a team of the union, for all heads of its group."""
+"""Pooled corrections: one inclusion probability per team of the union, for all heads of its group."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .draws import log_inclusion, wait
+from .device import wait
+from .maths import log_inclusion
 
 
 @triton.jit
@@ -19,36 +20,37 @@ def pool_kernel(
     if it selected g and its K-th if not. Independent draws miss it together with the product, a shared one with the
     smallest.
     """
-    bg = tl.program_id(1)
-    team = tl.program_id(0) * T + tl.arange(0, T)
-    ok = team < tl.load(count + bg)
-    flags += bg.to(tl.int64) * WORDS * MP
+    i_bg = tl.program_id(1)
+    i_team = tl.program_id(0) * T + tl.arange(0, T)  # [T]
+    m_team = i_team < tl.load(count + i_bg)
+    p_flags = flags + i_bg.to(tl.int64) * WORDS * MP
     wait(PDL)
-    used = tl.zeros((T,), tl.int32)
-    for word in range(WORDS):
-        used |= tl.load(flags + word * MP + team, mask=ok, other=0)
-    ok = used != 0
+    b_used = tl.zeros((T,), tl.int32)  # [T]
+    for i_word in range(WORDS):
+        b_used |= tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0)
+    m_team = b_used != 0
     # most blocks of teams hold none that was selected
-    if tl.sum(ok.to(tl.int32), 0) > 0:
-        top = tl.full((T,), float("-inf"), tl.float32)
-        mass = tl.zeros((T,), tl.float32)
-        for h0 in range(0, H, HB):
-            head = h0 + tl.arange(0, HB)
-            real = head < H
-            line = bg.to(tl.int64) * H + head
-            score = tl.load(
-                phi + line[:, None] * MP + team[None, :], mask=real[:, None] & ok[None, :], other=float("-inf")
-            )
-            bits = tl.load(flags + (h0 // 32) * MP + team, mask=ok, other=0)
-            picked = ((bits[None, :] >> (h0 % 32 + tl.arange(0, HB))[:, None]) & 1) != 0
-            above = tl.load(tau + line, mask=real, other=0.0)[:, None]
-            below = tl.load(kth + line, mask=real, other=0.0)[:, None]
+    if tl.sum(m_team.to(tl.int32), 0) > 0:
+        # a running sum of exp(margin) over the heads, [T] each: exp(b_top) times b_mass
+        b_top = tl.full((T,), float("-inf"), tl.float32)
+        b_mass = tl.zeros((T,), tl.float32)
+        for first_head in range(0, H, HB):
+            i_head = first_head + tl.arange(0, HB)  # [HB]
+            m_head = i_head < H
+            i_bgh = i_bg.to(tl.int64) * H + i_head
+            b_phi = tl.load(
+                phi + i_bgh[:, None] * MP + i_team[None, :], mask=m_head[:, None] & m_team[None, :], other=float("-inf")
+            )  # [HB, T]
+            b_bits = tl.load(p_flags + (first_head // 32) * MP + i_team, mask=m_team, other=0)  # [T]
+            m_picked = ((b_bits[None, :] >> (first_head % 32 + tl.arange(0, HB))[:, None]) & 1) != 0  # [HB, T]
+            b_tau = tl.load(tau + i_bgh, mask=m_head, other=0.0)[:, None]  # [HB, 1]
+            b_kth = tl.load(kth + i_bgh, mask=m_head, other=0.0)[:, None]  # [HB, 1]
             # a threshold of -inf means certain inclusion; so does a large finite margin, without inf - inf
-            margin = tl.minimum(score - tl.where(picked, above, below), 1e4)
-            margin = tl.where(score == float("-inf"), float("-inf"), margin)
-            new = tl.maximum(top, tl.max(margin, 0))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            mass = mass * tl.exp(top - safe) + tl.sum(tl.exp(margin - safe[None, :]), 0)
-            top = new
-        joint = top if SHARED else top + tl.log(mass)
-        tl.store(pooled + bg.to(tl.int64) * MP + team, log_inclusion(joint), mask=ok)
+            b_margin = tl.minimum(b_phi - tl.where(m_picked, b_tau, b_kth), 1e4)  # [HB, T]
+            b_margin = tl.where(b_phi == float("-inf"), float("-inf"), b_margin)
+            b_new = tl.maximum(b_top, tl.max(b_margin, 0))
+            b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_mass = b_mass * tl.exp(b_top - b_safe) + tl.sum(tl.exp(b_margin - b_safe[None, :]), 0)
+            b_top = b_new
+        b_joint = b_top if SHARED else b_top + tl.log(b_mass)
+        tl.store(pooled + i_bg.to(tl.int64) * MP + i_team, log_inclusion(b_joint), mask=m_team)

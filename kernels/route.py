@@ -1,7 +1,7 @@
-"""Routing: scores of all representatives for all heads, their noise, and the largest noisy score of a block of teams.
+"""Routing: every team's noisy score for every head, and the largest of each block of teams (Algorithm 1, lines 7-8).
 
-Algorithm 1, lines 3-7. Teams are the rows of the matrix product, heads its columns. The noisy scores are kept; phi of
-the few selected teams comes back by drawing their noise again, and only the pooled estimator needs it of others.
+Teams are the rows of the matrix product, heads its columns. The noisy scores are kept; phi of the few selected teams
+comes back by drawing their noise again, and only the pooled estimator needs phi of the others.
 """
 
 from __future__ import annotations
@@ -10,35 +10,30 @@ import triton
 import triton.language as tl
 
 from .codes import half_float, nibbles
-from .draws import dot, gumbel_tile, sequence_key, split
+from .draws import gumbel_tile, sequence_key
+from .maths import dot, load_query, split
 
 
 @triton.jit
-def load_query(q, head, dim, H, D, stride):
-    """Queries ``(heads, dims)`` as they are, zero beyond the last head or dimension."""
-    return tl.load(q + head[:, None] * stride + dim[None, :], mask=(head < H)[:, None] & (dim < D)[None, :], other=0.0)
-
-
-@triton.jit
-def product(acc, k, q, dtype: tl.constexpr, SPLIT: tl.constexpr):
-    """acc ``(T, heads)`` plus keys ``(T, dims)`` times queries ``(heads, dims)``; SPLIT feeds float32 queries as two
-    parts of the keys' dtype."""
+def add_product(acc, b_key, b_query, dtype: tl.constexpr, SPLIT: tl.constexpr):
+    """acc ``[T, HB]`` plus keys ``[T, dims]`` times queries ``[HB, dims]``; SPLIT feeds float32 queries as two parts
+    of the keys' dtype."""
     if SPLIT:
-        high, low = split(q.to(tl.float32), dtype)
-        acc = dot(k, tl.trans(high), acc)
-        return dot(k, tl.trans(low), acc)
+        b_high, b_low = split(b_query.to(tl.float32), dtype)
+        acc = dot(b_key, tl.trans(b_high), acc)
+        return dot(b_key, tl.trans(b_low), acc)
     else:
-        return dot(k, tl.trans(q.to(dtype)), acc)
+        return dot(b_key, tl.trans(b_query.to(dtype)), acc)
 
 
 @triton.jit
 def add_coded_scores(
-    acc, q, keys, scales, team, live, head, H, q_stride, k_stride, D: tl.constexpr, dtype: tl.constexpr,
-    SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    acc, p_query, p_codes, p_scales, i_team, m_team, i_head, H, query_stride, key_stride, D: tl.constexpr,
+    dtype: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc ``(T, heads)`` plus the products of one key part in codes, a group of dimensions at a time.
+    """acc ``[T, HB]`` plus the products of one key part in codes, one group of dimensions at a time.
 
-    ``scales`` are float16, in 4 bits a word for two groups.
+    ``p_scales`` points to float16, or in 4 bits to words that hold the scales of two groups.
 
     Codes are exact in a 16-bit float, so a group's scale multiplies its sum of products instead of its dimensions.
     """
@@ -46,120 +41,127 @@ def add_coded_scores(
     HB: tl.constexpr = acc.shape[1]
     # a matrix product has at least 16 dimensions; a shorter group is padded with queries of zero
     DC: tl.constexpr = GROUP if GROUP > 16 else 16
-    row = team.to(tl.int64) * k_stride
-    dim = tl.arange(0, DC)
-    ok = live[:, None] & (dim < GROUP)[None, :]
+    o_team = i_team.to(tl.int64) * key_stride
+    i_dim = tl.arange(0, DC)
+    m_codes = m_team[:, None] & (i_dim < GROUP)[None, :]
     zero = tl.zeros((T, HB), tl.float32)
     if BITS == 4:
-        for pair in tl.range(0, D // GROUP // 2, num_stages=STAGES):
-            d = pair * GROUP
-            c = tl.load(keys + row[:, None] + (d + dim)[None, :], mask=ok, other=0)
+        for i_pair in tl.range(0, D // GROUP // 2, num_stages=STAGES):
+            o_dim = i_pair * GROUP
+            b_codes = tl.load(p_codes + o_team[:, None] + (o_dim + i_dim)[None, :], mask=m_codes, other=0)  # [T, DC]
             # two float16 scales in one word, so that the load can be issued stages ahead
-            s = tl.load(scales + team * (D // GROUP // 2) + pair, mask=live, other=0)
-            low, high = nibbles(c, dtype)
-            asked = load_query(q + 2 * d, head, dim, H, GROUP, q_stride)
-            acc += product(zero, low, asked, dtype, SPLIT) * half_float(s)[:, None]
-            asked = load_query(q + 2 * d + GROUP, head, dim, H, GROUP, q_stride)
-            acc += product(zero, high, asked, dtype, SPLIT) * half_float(s >> 16)[:, None]
+            b_scale = tl.load(p_scales + i_team * (D // GROUP // 2) + i_pair, mask=m_team, other=0)  # [T]
+            b_first, b_second = nibbles(b_codes, dtype)  # [T, DC] each
+            b_query = load_query(p_query + 2 * o_dim, i_head, i_dim, H, GROUP, query_stride)  # [HB, DC]
+            acc += add_product(zero, b_first, b_query, dtype, SPLIT) * half_float(b_scale)[:, None]
+            b_query = load_query(p_query + 2 * o_dim + GROUP, i_head, i_dim, H, GROUP, query_stride)
+            acc += add_product(zero, b_second, b_query, dtype, SPLIT) * half_float(b_scale >> 16)[:, None]
     else:
-        for group in tl.range(0, D // GROUP, num_stages=STAGES):
-            d = group * GROUP
-            c = tl.load(keys + row[:, None] + (d + dim)[None, :], mask=ok, other=0)
-            s = tl.load(scales + team * (D // GROUP) + group, mask=live, other=0.0).to(tl.float32)
-            asked = load_query(q + d, head, dim, H, GROUP, q_stride)
-            acc += product(zero, c.to(dtype), asked, dtype, SPLIT) * s[:, None]
+        for i_group in tl.range(0, D // GROUP, num_stages=STAGES):
+            o_dim = i_group * GROUP
+            b_codes = tl.load(p_codes + o_team[:, None] + (o_dim + i_dim)[None, :], mask=m_codes, other=0)  # [T, DC]
+            b_scale = tl.load(p_scales + i_team * (D // GROUP) + i_group, mask=m_team, other=0.0).to(tl.float32)  # [T]
+            b_query = load_query(p_query + o_dim, i_head, i_dim, H, GROUP, query_stride)  # [HB, DC]
+            acc += add_product(zero, b_codes.to(dtype), b_query, dtype, SPLIT) * b_scale[:, None]
     return acc
 
 
 @triton.jit
 def add_scores(
-    acc, q, keys, scales, team, live, head, H, q_stride, k_stride, D: tl.constexpr, DC: tl.constexpr,
-    dtype: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    acc, p_query, p_keys, p_scales, i_team, m_team, i_head, H, query_stride, key_stride, D: tl.constexpr,
+    DC: tl.constexpr, dtype: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc ``(T, heads)`` plus one key part's products, DC dimensions at a time (in codes: a group at a time)."""
+    """acc ``[T, HB]`` plus the products of one key part, DC dimensions at a time (in codes: one group at a time)."""
     if BITS < 16:
         return add_coded_scores(
-            acc, q, keys, scales, team, live, head, H, q_stride, k_stride, D, dtype, SPLIT, BITS, GROUP, STAGES
+            acc, p_query, p_keys, p_scales, i_team, m_team, i_head, H, query_stride, key_stride, D=D, dtype=dtype,
+            SPLIT=SPLIT, BITS=BITS, GROUP=GROUP, STAGES=STAGES,
         )  # fmt: skip
     else:
-        row = team.to(tl.int64) * k_stride
-        for d in tl.range(0, D, DC, num_stages=STAGES):
-            dim = d + tl.arange(0, DC)
-            k = tl.load(keys + row[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0)
-            acc = product(acc, k, load_query(q, head, dim, H, D, q_stride), dtype, SPLIT)
+        o_team = i_team.to(tl.int64) * key_stride
+        for o_dim in tl.range(0, D, DC, num_stages=STAGES):
+            i_dim = o_dim + tl.arange(0, DC)
+            m_key = m_team[:, None] & (i_dim < D)[None, :]
+            b_key = tl.load(p_keys + o_team[:, None] + i_dim[None, :], mask=m_key, other=0)  # [T, DC]
+            b_query = load_query(p_query, i_head, i_dim, H, D, query_stride)  # [HB, DC]
+            acc = add_product(acc, b_key, b_query, dtype, SPLIT)
         return acc
 
 
 @triton.jit(do_not_specialize=["layer"])
 def route_kernel(
-    q0, q1, k0, k1, s0, s1, sizes, count, key, step, phi, noisy, tops, flags, scale, layer, q0_b, q0_g, q0_h, q1_b,
-    q1_g, q1_h, k0_b, k0_g, k0_m, k1_b, k1_g, k1_m, M, MP, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr,
-    DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, TWO: tl.constexpr, SPLIT: tl.constexpr,
-    SHARED: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PDL: tl.constexpr,
+    query0, query1, keys0, keys1, scales0, scales1, sizes, count, key, step, phi, noisy, tops, flags, scale, layer,
+    query0_strides, query1_strides, keys0_strides, keys1_strides, M, MP, G, H, WORDS, D0: tl.constexpr,
+    D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, LATENT: tl.constexpr,
+    SPLIT: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, head block, sequence * G + group) scores the teams i T .. i T + T - 1.
+    """Program (i, head block, sequence * G + group) scores the teams i T .. i T + T - 1 for HB heads.
 
     Writes ``noisy (B G, H, MP)``, if PHI the same without noise to ``phi``, and ``tops (B G, H, MP / BLOCK)``; clears
-    ``flags (B G, words, MP)``. All in the blocks that hold a real team; nothing beyond them is read later.
+    ``flags (B G, WORDS, MP)``. All in the blocks that hold a real team; nothing beyond them is read later. Strides are
+    (sequence, group, head) of a query and (sequence, group, team) of keys.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    bg = tl.program_id(2)
-    b, g = bg // G, bg % G
-    n = tl.load(count + bg)
-    tile = tl.program_id(0)
-    if tile * T < n:
-        h0 = tl.program_id(1) * HB
-        head = h0 + tl.arange(0, HB)
-        team = tile * T + tl.arange(0, T)
-        live = team < n
-        first = bg.to(tl.int64) * M
-        seed = sequence_key(key, b)
-        now = tl.load(step + b)
-        size = tl.load(sizes + first + team, mask=live, other=0)
-        query0 = q0 + b.to(tl.int64) * q0_b + g.to(tl.int64) * q0_g
-        query1 = q1 + b.to(tl.int64) * q1_b + g.to(tl.int64) * q1_g
-        keys0 = k0 + b.to(tl.int64) * k0_b + g.to(tl.int64) * k0_g
-        keys1 = k1 + b.to(tl.int64) * k1_b + g.to(tl.int64) * k1_g
+    i_bg = tl.program_id(2)
+    i_b, i_g = i_bg // G, i_bg % G
+    n = tl.load(count + i_bg)
+    i_tile = tl.program_id(0)
+    if i_tile * T < n:
+        first_head = tl.program_id(1) * HB
+        i_head = first_head + tl.arange(0, HB)  # [HB]
+        i_team = i_tile * T + tl.arange(0, T)  # [T]
+        m_team = i_team < n
+        o_teams = i_bg.to(tl.int64) * M
+        seed = sequence_key(key, i_b)
+        now = tl.load(step + i_b)
+        b_size = tl.load(sizes + o_teams + i_team, mask=m_team, other=0)  # [T]
+        p_query0 = query0 + i_b.to(tl.int64) * query0_strides[0] + i_g.to(tl.int64) * query0_strides[1]
+        p_query1 = query1 + i_b.to(tl.int64) * query1_strides[0] + i_g.to(tl.int64) * query1_strides[1]
+        p_keys0 = keys0 + i_b.to(tl.int64) * keys0_strides[0] + i_g.to(tl.int64) * keys0_strides[1]
+        p_keys1 = keys1 + i_b.to(tl.int64) * keys1_strides[0] + i_g.to(tl.int64) * keys1_strides[1]
         # two 4-bit groups have one word of scales
-        scales0 = s0 + first * (D0 // GROUP0 // (2 if BITS == 4 else 1))
-        scales1 = s1 + first * (D1 // GROUP1 // (2 if BITS == 4 else 1))
-        acc = tl.zeros((T, HB), tl.float32)
-        if TWO and BITS == 16 and DC1 >= D1:
-            # the short part is asked for first and used last, so that its way from memory is hidden
-            dim = tl.arange(0, DC1)
-            short = tl.load(
-                keys1 + team.to(tl.int64)[:, None] * k1_m + dim[None, :],
-                mask=live[:, None] & (dim < D1)[None, :], other=0,
-            )  # fmt: skip
-            asked = load_query(query1, head, dim, H, D1, q1_h)
+        p_scales0 = scales0 + o_teams * (D0 // GROUP0 // (2 if BITS == 4 else 1))
+        p_scales1 = scales1 + o_teams * (D1 // GROUP1 // (2 if BITS == 4 else 1))
+        acc = tl.zeros((T, HB), tl.float32)  # [T, HB]
+        if LATENT and BITS == 16 and DC1 >= D1:
+            # the rotary part is asked for first and used last, so that the other products hide its latency
+            i_dim = tl.arange(0, DC1)
+            m_key = m_team[:, None] & (i_dim < D1)[None, :]
+            b_rotary = tl.load(
+                p_keys1 + i_team.to(tl.int64)[:, None] * keys1_strides[2] + i_dim[None, :], mask=m_key, other=0
+            )  # [T, DC1]
+            b_query1 = load_query(p_query1, i_head, i_dim, H, D1, query1_strides[2])  # [HB, DC1]
             acc = add_scores(
-                acc, query0, keys0, scales0, team, live, head, H, q0_h, k0_m, D0, DC0, DTYPE, SPLIT,
-                BITS, GROUP0, STAGES,
+                acc, p_query0, p_keys0, p_scales0, i_team, m_team, i_head, H, query0_strides[2], keys0_strides[2],
+                D=D0, DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP0, STAGES=STAGES,
             )  # fmt: skip
-            acc = product(acc, short, asked, DTYPE, SPLIT)
+            acc = add_product(acc, b_rotary, b_query1, DTYPE, SPLIT)
         else:
             acc = add_scores(
-                acc, query0, keys0, scales0, team, live, head, H, q0_h, k0_m, D0, DC0, DTYPE, SPLIT,
-                BITS, GROUP0, STAGES,
+                acc, p_query0, p_keys0, p_scales0, i_team, m_team, i_head, H, query0_strides[2], keys0_strides[2],
+                D=D0, DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP0, STAGES=STAGES,
             )  # fmt: skip
-            if TWO:
+            if LATENT:
                 acc = add_scores(
-                    acc, query1, keys1, scales1, team, live, head, H, q1_h, k1_m, D1, DC1, DTYPE,
-                    SPLIT, BITS, GROUP1, STAGES,
+                    acc, p_query1, p_keys1, p_scales1, i_team, m_team, i_head, H, query1_strides[2], keys1_strides[2],
+                    D=D1, DC=DC1, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP1, STAGES=STAGES,
                 )  # fmt: skip
-        score = acc * scale + tl.log(tl.maximum(size, 1).to(tl.float32))[:, None]
-        score = tl.where((size > 0)[:, None], score, float("-inf"))
-        value = score + gumbel_tile(seed, team, g, h0, now, layer, HB, SHARED)
-        line = bg.to(tl.int64) * H + head
-        ok = (head < H)[None, :]
-        tl.store(noisy + line[None, :] * MP + team[:, None], value, mask=ok)
+        # line 7: phi_g = log n_g + the scaled score, -inf for padding teams
+        b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]
+        b_phi = tl.where((b_size > 0)[:, None], b_phi, float("-inf"))
+        # line 8: Y_g = phi_g + G_g
+        b_noisy = b_phi + gumbel_tile(seed, i_team, i_g, first_head, now, layer, HB, SHARED)  # [T, HB]
+        i_bgh = i_bg.to(tl.int64) * H + i_head  # [HB]
+        m_head = (i_head < H)[None, :]
+        tl.store(noisy + i_bgh[None, :] * MP + i_team[:, None], b_noisy, mask=m_head)
         if PHI:
-            tl.store(phi + line[None, :] * MP + team[:, None], score, mask=ok)
-        top = tl.max(tl.reshape(value, (T // BLOCK, BLOCK, HB)), 1)
-        place = tile * (T // BLOCK) + tl.arange(0, T // BLOCK)
-        tl.store(tops + line[None, :] * (MP // BLOCK) + place[:, None], top, mask=ok)
+            tl.store(phi + i_bgh[None, :] * MP + i_team[:, None], b_phi, mask=m_head)
+        b_top = tl.max(tl.reshape(b_noisy, (T // BLOCK, BLOCK, HB)), 1)  # [T / BLOCK, HB]
+        i_block = i_tile * (T // BLOCK) + tl.arange(0, T // BLOCK)
+        tl.store(tops + i_bgh[None, :] * (MP // BLOCK) + i_block[:, None], b_top, mask=m_head)
         if tl.program_id(1) == 0:
-            for word in range(WORDS):
-                tl.store(flags + (bg.to(tl.int64) * WORDS + word) * MP + team, tl.zeros((T,), tl.int32))
+            for i_word in range(WORDS):
+                tl.store(flags + (i_bg.to(tl.int64) * WORDS + i_word) * MP + i_team, tl.zeros((T,), tl.int32))

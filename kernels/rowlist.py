@@ -9,68 +9,70 @@ RUN = tl.constexpr(8)  # neighbouring rows that stay in one share: a 32-byte sec
 
 
 @triton.jit
-def share_rows(team_of_row, start, N, per, share, shares, LANES: tl.constexpr):
-    """Rows ``start .. start + LANES - 1`` of this share and their teams, -1 where there is none.
+def share_rows(p_team_of_row, start, N, per_share, i_share, shares, LANES: tl.constexpr):
+    """Rows ``start .. start + LANES - 1`` of this share and their teams ``[LANES]``, -1 where there is none.
 
     Runs of 8 rows are dealt to the shares in turn, so that a cluster of selected neighbours or a large team is spread
     over them. (Dealing whole teams reads less, but fills some shares more than others: slower, see NOTES.md.)
     """
     i = start + tl.arange(0, LANES)
-    row = ((i // RUN) * shares + share) * RUN + i % RUN
-    return row, tl.load(team_of_row + row, mask=(row < N) & (i < per), other=-1)
+    i_row = ((i // RUN) * shares + i_share) * RUN + i % RUN
+    return i_row, tl.load(p_team_of_row + i_row, mask=(i_row < N) & (i < per_share), other=-1)
 
 
 @triton.jit
 def append_union(
-    row, team, team_of_row, flags, rows, teams, bits, N, per, share, shares, MP, h0, HB: tl.constexpr,
-    WORDS: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, LANES: tl.constexpr,
+    i_row, i_team, p_team_of_row, p_flags, p_rows, p_teams, p_bits, N, per_share, i_share, shares, MP, first_head,
+    HB: tl.constexpr, WORDS: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """List this share's rows whose team one of the heads ``h0 .. h0 + HB - 1`` selected (POOLED: any head; ALL: those
-    of any team), with the bits of these heads. Returns how many are listed, and how many are in the union.
+    """List the rows of this share whose team one of the heads ``first_head .. first_head + HB - 1`` selected (POOLED:
+    any head; ALL: those of any team), with the bits of these heads. Returns how many rows are listed, and how many are
+    in the union.
 
     The first LANES rows and their teams come loaded: they do not depend on the selection.
     """
-    held = 0
+    listed = 0
     union = 0
-    for start in range(0, per, LANES):
-        own = (team >= 0).to(tl.int32)
-        any = own
+    for start in range(0, per_share, LANES):
+        b_bits = (i_team >= 0).to(tl.int32)  # [LANES]: this block's heads
+        b_group = b_bits  # [LANES]: any head of the group
         if not ALL:
-            any = tl.zeros((LANES,), tl.int32)
-            word_of_heads = any
-            for word in tl.static_range(WORDS):
-                found = tl.load(flags + word * MP + team, mask=team >= 0, other=0)
-                any |= found
-                word_of_heads = tl.where(word == h0 // 32, found, word_of_heads)
-            own = any
+            b_group = tl.zeros((LANES,), tl.int32)
+            b_word = b_group
+            for i_word in tl.static_range(WORDS):
+                b_flags = tl.load(p_flags + i_word * MP + i_team, mask=i_team >= 0, other=0)  # [LANES]
+                b_group |= b_flags
+                b_word = tl.where(i_word == first_head // 32, b_flags, b_word)
+            b_bits = b_group
             if not POOLED:
-                own = word_of_heads >> (h0 % 32)
+                b_bits = b_word >> (first_head % 32)
                 if HB < 32:
-                    own = own & ((1 << HB) - 1)
-        wanted = own != 0
-        place = held + tl.cumsum(wanted.to(tl.int32), 0) - 1
-        tl.store(rows + place, row, mask=wanted)
-        tl.store(teams + place, team, mask=wanted)
+                    b_bits = b_bits & ((1 << HB) - 1)
+        m_row = b_bits != 0
+        i_slot = listed + tl.cumsum(m_row.to(tl.int32), 0) - 1
+        tl.store(p_rows + i_slot, i_row, mask=m_row)
+        tl.store(p_teams + i_slot, i_team, mask=m_row)
         if not POOLED and not ALL:
-            tl.store(bits + place, own, mask=wanted)
-        held += tl.sum(wanted.to(tl.int32), 0)
-        union += tl.sum((any != 0).to(tl.int32), 0)
-        row, team = share_rows(team_of_row, start + LANES, N, per, share, shares, LANES)
-    return held, union
+            tl.store(p_bits + i_slot, b_bits, mask=m_row)
+        listed += tl.sum(m_row.to(tl.int32), 0)
+        union += tl.sum((b_group != 0).to(tl.int32), 0)
+        i_row, i_team = share_rows(p_team_of_row, start + LANES, N, per_share, i_share, shares, LANES)
+    return listed, union
 
 
 @triton.jit
 def append_suffix(
-    index, visible, visible_b, rows, teams, held, E, b, share, shares, MASKED: tl.constexpr, LANES: tl.constexpr
-):
-    """List this share's visible suffix rows behind the ``held`` rows listed, as team -1; the new total is returned."""
+    index, visible, visible_stride, p_rows, p_teams, listed, E, i_b, i_share, shares, MASKED: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """List the visible suffix rows of this share behind the ``listed`` rows, as team -1; returns the new total."""
     for start in range(0, tl.cdiv(E, shares), LANES):
-        e = (start + tl.arange(0, LANES)) * shares + share
-        wanted = e < E
+        i_suffix = (start + tl.arange(0, LANES)) * shares + i_share  # [LANES]
+        m_row = i_suffix < E
         if MASKED:
-            wanted = tl.load(visible + b.to(tl.int64) * visible_b + e, mask=wanted, other=0) != 0
-        place = held + tl.cumsum(wanted.to(tl.int32), 0) - 1
-        tl.store(rows + place, tl.load(index + e, mask=wanted, other=0).to(tl.int32), mask=wanted)
-        tl.store(teams + place, tl.full((LANES,), -1, tl.int32), mask=wanted)
-        held += tl.sum(wanted.to(tl.int32), 0)
-    return held
+            m_row = tl.load(visible + i_b.to(tl.int64) * visible_stride + i_suffix, mask=m_row, other=0) != 0
+        i_slot = listed + tl.cumsum(m_row.to(tl.int32), 0) - 1
+        tl.store(p_rows + i_slot, tl.load(index + i_suffix, mask=m_row, other=0).to(tl.int32), mask=m_row)
+        tl.store(p_teams + i_slot, tl.full((LANES,), -1, tl.int32), mask=m_row)
+        listed += tl.sum(m_row.to(tl.int32), 0)
+    return listed

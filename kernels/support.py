@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import Tensor
 
-from latent_santa.rows import Rows
-from latent_santa.teams import Teams
+from latent_santa.step import DecodeStep, Sampling
 
+LEAST_TRITON = (3, 6)  # pyproject.toml's `gpu` extra
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_KEY_DIMS = 512
+MOST_KEY_DIMS = (512, 128)  # of the first key part, and of the rotary one
 MOST_VALUE_DIMS = 512
 MOST_HEADS = 4 * 65536
 # the selection compares all candidates (plan.py) with all: 512 compile in ten seconds, 1,024 in more than a minute
@@ -26,9 +25,12 @@ def interpreting() -> bool:
 def unavailable(device: torch.device) -> str | None:
     """Why no kernel can run for tensors on ``device``, or None."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
-        return "triton is not installed: pip install 'triton>=3.4'"
+        return "triton is not installed: pip install 'latent-santa[gpu]'"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        return f"triton {triton.__version__} is installed, the kernels need {least}: pip install 'latent-santa[gpu]'"
     if device.type == "cuda":
         if interpreting():
             return "TRITON_INTERPRET=1 runs kernels on CPU tensors only: unset it to use the GPU"
@@ -50,49 +52,60 @@ def unsupported_dtype(dtype: torch.dtype) -> str | None:
     return None
 
 
-def unsupported(query: tuple[Tensor, ...], rows: Rows, teams: Teams, teams_per_head: int = 1) -> str | None:
-    """Why :func:`latent_santa.kernels.sampled_attention` cannot take these inputs, or None when it can.
+def reason_not(step: DecodeStep, sampling: Sampling) -> str | None:
+    """Why :func:`latent_santa.kernels.sampled_attention` cannot run the step, or None when it can.
 
-    Args:
-        query: parts ``(B, G, H, D_i)``.
-        rows: the cache, one key part (GQA) or two (MLA: content latent and rotary key).
-        teams: the prompt's team records.
-        teams_per_head: K before the cap by the number of teams.
+    The answer depends on devices, dtypes, shapes, strides and formats, and on whether M exceeds K; not on any number
+    that a tensor holds. A caller may keep it for as long as these stay the same.
     """
-    values = rows.values
-    reason = unavailable(values.device) or unsupported_dtype(values.dtype)
-    if reason is not None:
-        return reason
-    for part in query:
+    if step.teams is None:
+        return "this step has no teams: the kernels sample teams"
+    values = step.rows.values
+    return (
+        unavailable(values.device)
+        or unsupported_dtype(values.dtype)
+        or _unsupported_rows(step)
+        or _unsupported_teams(step, sampling)
+    )
+
+
+def _unsupported_rows(step: DecodeStep) -> str | None:
+    keys, values = step.rows.keys, step.rows.values
+    for part in step.query:
         if part.dtype not in (torch.float32, values.dtype):
             return f"a query part is {part.dtype}: the kernels take float32 or the rows' {values.dtype}"
-    if len(rows.keys) > 2 or len(rows.keys) != len(query):
-        parts = f"{len(rows.keys)} key parts and {len(query)} query parts"
+    if step.heads >= MOST_HEADS:
+        return f"{step.heads} query heads per group: the noise counter holds fewer than {MOST_HEADS}"
+    if len(keys) > 2 or len(keys) != len(step.query):
+        parts = f"{len(keys)} key parts and {len(step.query)} query parts"
         return f"{parts}: the kernels take one (GQA) or two (MLA) of each"
-    for name, part in (*((f"key part {i}", k) for i, k in enumerate(rows.keys)), ("values", values)):
+    for name, part in (*((f"key part {i}", part) for i, part in enumerate(keys)), ("values", values)):
         if part.stride(-1) != 1:
             return f"{name} has stride {part.stride(-1)} in its last dimension: the kernels need 1"
         if part.dtype != values.dtype:
             return f"{name} is {part.dtype} beside {values.dtype} values: the kernels need one dtype"
-    for i, part in enumerate(rows.keys):
-        most = MOST_KEY_DIMS if i == 0 else 128
+    for i, (part, most) in enumerate(zip(keys, MOST_KEY_DIMS, strict=False)):
         if part.shape[-1] > most:
             return f"key part {i} has {part.shape[-1]} dimensions: the kernels take at most {most}"
     if values.shape[-1] > MOST_VALUE_DIMS:
         return f"values have {values.shape[-1]} dimensions: the kernels take at most {MOST_VALUE_DIMS}"
-    if len(rows.keys) == 2 and values is not rows.keys[0] and values.data_ptr() != rows.keys[0].data_ptr():
+    if len(keys) == 2 and values is not keys[0] and values.data_ptr() != keys[0].data_ptr():
         return "two key parts with separate values: the kernels take two parts only where the values are the first one"
-    if teams.length > rows.length:
-        return f"teams cover {teams.length} rows and the cache holds {rows.length}"
+    return None
+
+
+def _unsupported_teams(step: DecodeStep, sampling: Sampling) -> str | None:
+    teams, values = step.teams, step.rows.values
+    assert teams is not None
+    if teams.length > step.rows.length:
+        return f"teams cover {teams.length} rows and the cache holds {step.rows.length}"
     if len({routed.bits for routed in teams.routing_keys}) > 1:
         return "routing key parts in several formats: the kernels need one"
     for i, routed in enumerate(teams.routing_keys):
         if routed.group & (routed.group - 1):
             return f"routing key part {i} has a scale for {routed.group} dimensions: the kernels need a power of two"
         if routed.scales is None and (routed.codes.dtype != values.dtype or routed.codes.stride(-1) != 1):
-            return f"routing key part {i} must be contiguous {values.dtype}, like the rows, or integer codes"
-    if teams.M > teams_per_head > MOST_TEAMS_PER_HEAD:
-        return f"{teams_per_head} teams a head are to be sampled: the kernels sample at most {MOST_TEAMS_PER_HEAD}"
-    if query[0].shape[2] >= MOST_HEADS:
-        return f"{query[0].shape[2]} query heads a group: the noise counter holds fewer than {MOST_HEADS}"
+            return f"routing key part {i} must be contiguous {values.dtype}, like the rows, or in codes"
+    if teams.M > sampling.k > MOST_TEAMS_PER_HEAD:
+        return f"{sampling.k} teams per head are to be sampled: the kernels sample at most {MOST_TEAMS_PER_HEAD}"
     return None

@@ -1,0 +1,305 @@
+"""The launches of one decoding step, four of them or pooled five: each gets its arguments by keyword."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from latent_santa.routing_keys import RoutingKeys
+from latent_santa.step import DecodeStep, Output, Sampling
+
+from .attend import attend_kernel
+from .combine import combine_kernel
+from .device import launches_early, processors, shared_memory
+from .plan import Shapes, candidate_blocks, candidates, list_capacity, mask_words, padded_teams, power
+from .pool import pool_kernel
+from .route import route_kernel
+from .select import select_kernel
+from .workspace import Workspace
+
+ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def run(step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None) -> Output:
+    """:func:`latent_santa.kernels.sampled_attention` for a step that :func:`~.support.reason_not` has let through."""
+    device = step.rows.values.device
+    workspace = default_workspace(device) if workspace is None else workspace
+    # Triton launches on the current device; threads on one stream share scratch, and so take turns
+    with current(device), workspace.lock:
+        launches = Launches(step, sampling, workspace)
+        if not launches.everything:
+            launches.route()
+            launches.select()
+            if sampling.pooled:
+                launches.pool()
+        launches.attend()
+        return launches.combine()
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which ``device`` is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+_WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
+
+
+def default_workspace(device: torch.device) -> Workspace:
+    """The workspace of the current stream, whose steps run one after another."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _WORKSPACES.get((device, stream))
+    return _WORKSPACES.setdefault((device, stream), Workspace()) if found is None else found
+
+
+class Launches:
+    """One step's arguments, and a method for each launch.
+
+    Attributes:
+        everything: no sequence can have more than K teams, so none is scored (Algorithm 1, lines 3-5): only
+            :meth:`attend` and :meth:`combine` are to be launched.
+    """
+
+    def __init__(self, step: DecodeStep, sampling: Sampling, workspace: Workspace) -> None:
+        assert step.teams is not None, "the kernels sample teams"
+        self.step, self.sampling, self.teams = step, sampling, step.teams
+        self.query = tuple(_rows_apart(part) for part in step.query)
+        self.index = step.suffix.index.contiguous()
+        visible = step.suffix.visible
+        self.visible = None if visible is None else _rows_apart(visible)
+        values, routed = step.rows.values, step.teams.routing_keys[0]
+        device = values.device
+        self.shapes = Shapes(
+            batch=step.batch,
+            groups=step.groups,
+            heads=step.heads,
+            prompt=step.teams.length,
+            suffix=power(self.index.numel(), 64),
+            teams=step.teams.M,
+            dims=tuple(part.shape[-1] for part in step.query),
+            values=values.shape[-1],
+            latent=len(step.rows.keys) == 2,
+            dtype=values.dtype,
+            split=step.query[0].dtype == torch.float32 and values.dtype != torch.float32,
+            bits=16 if routed.scales is None else routed.bits,
+            teams_per_head=sampling.k,
+            most_rows=step.teams.most_rows(step.heads * sampling.k),
+            processors=processors(device),
+            shared_memory=shared_memory(device),
+        )
+        self.everything = step.teams.M <= sampling.k
+        self.plan, self.buffers = workspace.prepared(self.shapes, device)
+        self.early = launches_early(device)
+
+    def _options(self, warps: int, first: bool = False) -> dict[str, Any]:
+        """Launch options. The first launch waits for everything before it, so that scratch of the step before is free;
+        the others may start early."""
+        return {"num_warps": warps, "launch_pdl": True} if self.early and not first else {"num_warps": warps}
+
+    def route(self) -> None:
+        """Lines 7-8: score the representatives and add noise."""
+        s, p, b, teams, draw = self.shapes, self.plan, self.buffers, self.teams, self.step.draw
+        first, second = teams.routing_keys[0], teams.routing_keys[-1]
+        route_kernel[(-(-s.teams // p.route_teams), -(-s.heads // p.route_heads), s.batch * s.groups)](
+            query0=self.query[0],
+            query1=self.query[-1],
+            keys0=first.codes,
+            keys1=second.codes,
+            scales0=_scales(first),
+            scales1=_scales(second),
+            sizes=teams.sizes,
+            count=teams.count,
+            key=draw.key,
+            step=draw.step,
+            phi=b.phi,
+            noisy=b.noisy,
+            tops=b.tops,
+            flags=b.flags,
+            scale=self.step.scale,
+            layer=draw.layer,
+            query0_strides=self.query[0].stride()[:3],
+            query1_strides=self.query[-1].stride()[:3],
+            keys0_strides=first.codes.stride()[:3],
+            keys1_strides=second.codes.stride()[:3],
+            M=s.teams,
+            MP=padded_teams(s.teams),
+            G=s.groups,
+            H=s.heads,
+            WORDS=mask_words(s.heads),
+            D0=s.dims[0],
+            D1=s.dims[-1],
+            DC0=min(p.route_dims, power(s.dims[0], 16)),
+            DC1=min(p.route_dims, power(s.dims[-1], 16)),
+            T=p.route_teams,
+            HB=p.route_heads,
+            LATENT=s.latent,
+            SPLIT=s.split,
+            SHARED=self.sampling.shared,
+            BITS=s.bits,
+            GROUP0=first.group,
+            GROUP1=second.group,
+            BLOCK=p.block,
+            STAGES=p.route_stages,
+            DTYPE=ELEMENT[s.dtype],
+            PHI=self.sampling.pooled,
+            PDL=self.early,
+            num_stages=p.route_stages,
+            **self._options(p.route_warps, first=True),
+        )
+
+    def select(self) -> None:
+        """Lines 9-11: find every head's threshold, flag its teams and write their corrections."""
+        s, p, b, draw = self.shapes, self.plan, self.buffers, self.step.draw
+        padded = padded_teams(s.teams)
+        select_kernel[(s.heads, s.batch * s.groups)](
+            tops=b.tops,
+            noisy=b.noisy,
+            flags=b.flags,
+            corrections=b.corrections,
+            count=self.teams.count,
+            key=draw.key,
+            step=draw.step,
+            blocks=b.blocks,
+            found=b.found,
+            tau=b.thresholds[0],
+            kth=b.thresholds[1],
+            layer=draw.layer,
+            K=self.sampling.k,
+            MP=padded,
+            G=s.groups,
+            H=s.heads,
+            WORDS=mask_words(s.heads),
+            BLOCK=p.block,
+            NT=power(padded // p.block),
+            COARSE=p.coarse,
+            NB=candidate_blocks(self.sampling.k),
+            ROOM=candidates(self.sampling.k),
+            SHARED=self.sampling.shared,
+            PDL=self.early,
+            **self._options(p.select_warps),
+        )
+
+    def pool(self) -> None:
+        """One correction per team for all heads (pooled only)."""
+        s, p, b = self.shapes, self.plan, self.buffers
+        pool_kernel[(-(-s.teams // p.pool_teams), s.batch * s.groups)](
+            phi=b.phi,
+            tau=b.thresholds[0],
+            kth=b.thresholds[1],
+            flags=b.flags,
+            count=self.teams.count,
+            pooled=b.pooled,
+            MP=padded_teams(s.teams),
+            H=s.heads,
+            WORDS=mask_words(s.heads),
+            T=p.pool_teams,
+            HB=min(power(s.heads), 32),
+            SHARED=self.sampling.shared,
+            PDL=self.early,
+            **self._options(4),
+        )
+
+    def attend(self) -> None:
+        """Lines 13-18: read the rows of the union and of the suffix."""
+        s, p, b, rows = self.shapes, self.plan, self.buffers, self.step.rows
+        first, second, pooled = rows.keys[0], rows.keys[-1], self.sampling.pooled
+        # without a mask any tensor does: it is not read
+        visible = self.index if self.visible is None else self.visible.view(torch.int8)
+        attend_kernel[(p.shares, -(-s.heads // p.attend_heads), s.batch * s.groups)](
+            query0=self.query[0],
+            query1=self.query[-1],
+            keys0=first,
+            keys1=second,
+            values=rows.values,
+            team_of_row=self.teams.team_of_row,
+            flags=b.flags,
+            corrections=b.pooled if pooled else b.corrections,
+            index=self.index,
+            visible=visible,
+            list_rows=b.list_rows,
+            list_teams=b.list_teams,
+            list_bits=b.list_bits,
+            part_out=b.part_out,
+            part_max=b.part_mass[0],
+            part_sum=b.part_mass[1],
+            part_rows=b.part_rows,
+            scale=self.step.scale,
+            query0_strides=self.query[0].stride()[:3],
+            query1_strides=self.query[-1].stride()[:3],
+            keys0_strides=first.stride()[:3],
+            keys1_strides=second.stride()[:3],
+            values_strides=rows.values.stride()[:3],
+            visible_stride=visible.stride(0),
+            N=s.prompt,
+            E=self.index.numel(),
+            MP=padded_teams(s.teams),
+            G=s.groups,
+            H=s.heads,
+            CAPACITY=list_capacity(s, p),
+            D0=s.dims[0],
+            D1=s.dims[-1],
+            BD0=power(s.dims[0], 16),
+            BD1=power(s.dims[-1], 16),
+            V=s.values,
+            BV=power(s.values, 16),
+            HB=p.attend_heads,
+            BN=p.attend_rows,
+            LANES=p.lanes,
+            WORDS=mask_words(s.heads),
+            TALL=p.attend_tall,
+            LATENT=s.latent,
+            SPLIT=s.split,
+            POOLED=pooled,
+            ALL=self.everything,
+            MASKED=self.visible is not None,
+            DTYPE=ELEMENT[s.dtype],
+            STAGES=p.attend_stages,
+            PDL=self.early and not self.everything,
+            num_stages=p.attend_stages,
+            **self._options(p.attend_warps, first=self.everything),
+        )
+
+    def combine(self) -> Output:
+        """Line 19: put the shares together."""
+        s, p, b, device = self.shapes, self.plan, self.buffers, self.buffers.phi.device
+        out = torch.empty(s.batch, s.groups, s.heads, s.values, dtype=torch.float32, device=device)
+        lse = torch.empty(s.batch, s.groups, s.heads, dtype=torch.float32, device=device)
+        counts = torch.empty(3, s.batch, s.groups, dtype=torch.int64, device=device)
+        combine_kernel[(-(-s.values // p.combine_values), s.heads, s.batch * s.groups)](
+            part_out=b.part_out,
+            part_max=b.part_mass[0],
+            part_sum=b.part_mass[1],
+            part_rows=b.part_rows,
+            count=self.teams.count,
+            out=out,
+            lse=lse,
+            counts=counts,
+            K=self.sampling.k,
+            shares=p.shares,
+            G=s.groups,
+            H=s.heads,
+            GROUPS=s.batch * s.groups,
+            V=s.values,
+            BV=p.combine_values,
+            NS=power(p.shares),
+            BS=p.combine_shares,
+            ALL=self.everything,
+            PDL=self.early,
+            **self._options(p.combine_warps),
+        )
+        return Output(out, lse, counts[0], counts[1], counts[2])
+
+
+def _rows_apart(part: Tensor) -> Tensor:
+    """The tensor, copied if its last dimension is not contiguous."""
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
+def _scales(keys: RoutingKeys) -> Tensor:
+    """Scales as the route kernel reads them: plain keys have none, and 4 bits take those of two groups as one word."""
+    if keys.scales is None:
+        return keys.codes
+    return keys.scales.contiguous().view(torch.int32) if keys.bits == 4 else keys.scales.contiguous()

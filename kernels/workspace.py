@@ -1,0 +1,123 @@
+"""Scratch memory and block sizes, kept between the steps of the same shapes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .plan import Plan, Shapes, candidate_blocks, candidates, choose, list_capacity, mask_words, padded_teams
+
+# plans kept; prompts of all lengths would otherwise add to them for ever
+MOST_PLANS = 4096
+Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass
+class Buffers:
+    """Scratch of one step; its shapes are in :func:`buffer_sizes`."""
+
+    phi: Tensor
+    noisy: Tensor
+    tops: Tensor
+    flags: Tensor
+    corrections: Tensor
+    blocks: Tensor
+    found: Tensor
+    pooled: Tensor
+    thresholds: Tensor
+    list_rows: Tensor
+    list_teams: Tensor
+    list_bits: Tensor
+    part_out: Tensor
+    part_mass: Tensor
+    part_rows: Tensor
+
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(t.numel() * t.element_size() for t in vars(self).values())
+
+
+def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
+    """Dtype and shape of every buffer; B * G comes first, and M is padded to whole routing blocks."""
+    q, h, padded, k = s.batch * s.groups, s.heads, padded_teams(s.teams), s.teams_per_head
+    lists = (q, -(-h // p.attend_heads), p.shares, list_capacity(s, p))
+    return {
+        "phi": (torch.float32, (q, h, padded)),
+        "noisy": (torch.float32, (q, h, padded)),
+        "tops": (torch.float32, (q, h, padded // p.block)),
+        "flags": (torch.int32, (q, mask_words(h), padded)),
+        "corrections": (torch.float32, (q, padded, h)),
+        "blocks": (torch.int32, (q, h, candidate_blocks(k))),
+        "found": (torch.int64, (q, h, candidates(k))),
+        "pooled": (torch.float32, (q, padded)),
+        "thresholds": (torch.float32, (2, q, h)),
+        "list_rows": (torch.int32, lists),
+        "list_teams": (torch.int32, lists),
+        "list_bits": (torch.int32, lists),
+        "part_out": (torch.float32, (q, h, p.shares, s.values)),
+        "part_mass": (torch.float32, (2, q, h, p.shares)),
+        "part_rows": (torch.int32, (q, p.shares, 2)),
+    }
+
+
+@dataclass
+class Workspace:
+    """Scratch memory and block sizes, kept between the steps of the same shapes.
+
+    One workspace serves any number of layers on one stream, and whatever CUDA graphs were captured with it, as long
+    as no two steps run at the same time.
+
+    Attributes:
+        overrides: fields of :class:`Plan` to use instead of the chosen ones.
+        limit_bytes: beyond it new scratch takes the place of what was used least recently. Scratch that a CUDA graph
+            was captured with stays, because the graph keeps using it.
+        lock: held while a step is launched.
+    """
+
+    overrides: dict[str, Any] = field(default_factory=dict)
+    limit_bytes: int = 1 << 30
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _plans: dict[Shapes, tuple[Plan, Sizes]] = field(default_factory=dict, repr=False)
+    _buffers: dict[tuple[Any, ...], Buffers] = field(default_factory=dict, repr=False)  # in the order of use
+    _captured: set[tuple[Any, ...]] = field(default_factory=set, repr=False)
+
+    def prepared(self, shapes: Shapes, device: torch.device) -> tuple[Plan, Buffers]:
+        """Plan and scratch for these shapes; steps that need the same sizes share the scratch."""
+        plan, sizes = self._planned(shapes)
+        # keyed by every size: a key that leaves one out hands a step too little memory
+        key = (device, *sizes.values())
+        found = self._buffers.pop(key, None)
+        if found is None:
+            self._make_room(sum(dtype.itemsize * math.prod(shape) for dtype, shape in sizes.values()))
+            found = Buffers(**{name: torch.empty(s, dtype=dtype, device=device) for name, (dtype, s) in sizes.items()})
+        self._buffers[key] = found
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.add(key)
+        return plan, found
+
+    def _planned(self, shapes: Shapes) -> tuple[Plan, Sizes]:
+        found = self._plans.get(shapes)
+        if found is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = replace(choose(shapes), **self.overrides)
+            found = self._plans[shapes] = plan, buffer_sizes(shapes, plan)
+        return found
+
+    def _make_room(self, wanted: int) -> None:
+        """Let go of what was used least recently, until ``wanted`` bytes more stay within the limit."""
+        free = [key for key in self._buffers if key not in self._captured]
+        over = wanted + sum(self._buffers[key].bytes() for key in free) - self.limit_bytes
+        for key in free:
+            if over <= 0:
+                break
+            over -= self._buffers.pop(key).bytes()
+
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(buffers.bytes() for buffers in self._buffers.values())
