@@ -15,7 +15,9 @@ from .rowlist import RUN, append_suffix, append_union, share_rows
 
 
 @triton.jit
-def query_parts(p_query, i_head, H, stride, D: tl.constexpr, BD: tl.constexpr, dtype: tl.constexpr, SPLIT: tl.constexpr):
+def query_parts(
+    p_query, i_head, H, stride, D: tl.constexpr, BD: tl.constexpr, dtype: tl.constexpr, SPLIT: tl.constexpr
+):
     """Queries ``[HB, BD]`` as high and low parts of the rows' dtype; without SPLIT the low part is not to be used."""
     b_query = load_query(p_query, i_head, tl.arange(0, BD), H, D, stride)
     if SPLIT:

@@ -83,7 +83,7 @@ class Plan:
 
 
 def route_bytes(s: Shapes, p: Plan) -> int:
-    """Shared memory of a routing program, as an upper bound: one piece of keys and of queries per stage and one over."""
+    """Shared memory of a routing program, as an upper bound: keys and queries of every stage, and of one over."""
     keys = p.route_teams * p.route_dims * s.dtype.itemsize
     queries = p.route_heads * p.route_dims * (4 if s.split else s.dtype.itemsize)
     return (p.route_stages + 1) * (keys + queries)

@@ -1,22 +1,21 @@
-"""Decoding calls for the kernels' tests: odd sizes, caches that are views of larger buffers, any device and dtype."""
+"""Decoding steps for the kernels' tests: odd sizes, caches that are views of larger buffers, any device and dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from latent_santa.estimator import sampled_attention
-from latent_santa.kernels import Workspace
+from latent_santa.estimator import sampled_attention as torch_attention
+from latent_santa.kernels import Workspace, sampled_attention
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.routing_keys import quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Draw, Output, Sampling, Suffix
-from latent_santa.teams import Teams
 
 from .cases import frozen_teams
 
@@ -27,44 +26,39 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass
-class Call:
-    """The arguments of one call, for the kernels and for their PyTorch twin."""
-
-    query: tuple[Tensor, ...]
-    rows: Rows
-    teams: Teams
-    suffix: Suffix
-    draw: Draw
-    scale: float
-
-    def kernels(self, k: int, workspace: Workspace, estimator: str = "per_head", noise: str = "independent") -> Output:
-        from latent_santa.kernels import sampled_attention as operator
-
-        return operator(self.step, Sampling(k, estimator, noise), workspace)
-
-    @property
-    def step(self) -> DecodeStep:
-        return DecodeStep(self.query, self.rows, self.teams, self.suffix, self.draw, self.scale)
-
-    def poisoned(
-        self, k: int, over: dict[str, Any], estimator: str = "per_head", noise: str = "independent"
-    ) -> Workspace:
-        """A workspace whose buffers for this call are allocated and full of NaN."""
-        from latent_santa.kernels.operator import Call as Launches
-
-        workspace = Workspace(over)
-        Launches(self.step, Sampling(k, estimator, noise), workspace)
-        workspace.poison()
-        return workspace
-
-    def twin(self, k: int, estimator: str = "per_head", noise: str = "independent") -> Output:
-        """PyTorch's operator on float32 copies: the same numbers, without 16-bit rounding on the way."""
-        step = replace(self.step, query=tuple(part.float() for part in self.query))
-        return sampled_attention(step, Sampling(k, estimator, noise))
+def kernels(
+    step: DecodeStep, k: int, workspace: Workspace, estimator: str = "per_head", noise: str = "independent"
+) -> Output:
+    """The step through the kernels."""
+    return sampled_attention(step, Sampling(k, estimator, noise), workspace)
 
 
-def make_call(
+def twin(step: DecodeStep, k: int, estimator: str = "per_head", noise: str = "independent") -> Output:
+    """PyTorch's operator on a float32 query: the same numbers, without 16-bit rounding on the way."""
+    step = replace(step, query=tuple(part.float() for part in step.query))
+    return torch_attention(step, Sampling(k, estimator, noise))
+
+
+def poisoned(
+    step: DecodeStep, k: int, over: dict[str, Any], estimator: str = "per_head", noise: str = "independent"
+) -> Workspace:
+    """A workspace whose buffers for this step are allocated and full of NaN."""
+    from latent_santa.kernels.launch import Launches
+
+    workspace = Workspace(over)
+    Launches(step, Sampling(k, estimator, noise), workspace)
+    poison(workspace)
+    return workspace
+
+
+def poison(workspace: Workspace) -> None:
+    """Fill every buffer with NaN or a large integer: no kernel may read what none wrote."""
+    for buffers in workspace._buffers.values():
+        for t in vars(buffers).values():
+            t.fill_(float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max)
+
+
+def make_step(
     layout: str = "mla",
     heads: int = 4,
     groups: int = 1,
@@ -82,8 +76,8 @@ def make_call(
     scale: float = 0.3,
     seed: int = 0,
     spare: int = 7,
-) -> Call:
-    """Draw a call. ``hidden`` leading suffix rows of every sequence but the first are padding. Padding rows of the
+) -> DecodeStep:
+    """Draw a step. ``hidden`` leading suffix rows of every sequence but the first are padding. Padding rows of the
     prompt hold a large number, and the ``spare`` rows that the cache's buffer has room for hold NaN."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -112,9 +106,9 @@ def make_call(
         visible[1:, :hidden] = False
     exact = Suffix(torch.arange(prompt, prompt + suffix, device=device), visible)
     key = noise_keys(seed + 17, [5 * b + 2 for b in range(batch)], device)
-    step = real.sum(-1) + exact.counts(batch)
     query = tuple(normal(batch, groups, heads, part.shape[-1]).to(query_dtype) for part in keys)
-    return Call(query, rows, teams, exact, Draw(key, step, 3), scale)
+    draw = Draw(key, real.sum(-1) + exact.counts(batch), 3)
+    return DecodeStep(query, rows, teams, exact, draw, scale)
 
 
 def compare(got: Output, want: Output, tolerance: float) -> None:
@@ -133,7 +127,7 @@ def compare(got: Output, want: Output, tolerance: float) -> None:
 ROUNDING = 2e-5
 
 
-def check(call: Call, k: int, estimator: str = "per_head", noise: str = "independent", **over: Any) -> None:
+def check(step: DecodeStep, k: int, estimator: str = "per_head", noise: str = "independent", **over: Any) -> None:
     """Equal to the twin, from scratch memory full of NaN."""
-    workspace = call.poisoned(k, {**SMALL, **over}, estimator, noise)
-    compare(call.kernels(k, workspace, estimator, noise), call.twin(k, estimator, noise), ROUNDING)
+    workspace = poisoned(step, k, {**SMALL, **over}, estimator, noise)
+    compare(kernels(step, k, workspace, estimator, noise), twin(step, k, estimator, noise), ROUNDING)

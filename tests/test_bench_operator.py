@@ -100,9 +100,9 @@ def test_capturing_a_models_layer(layout: str) -> None:
 def test_measuring_and_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
     from latent_santa.eval.bench import measure as module
-    from latent_santa.kernels import draws
+    from latent_santa.kernels.support import interpreting
 
-    if not draws.INTERPRETED.value:
+    if not interpreting():
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(module, "baselines", lambda w: ({"dense": lambda: None}, {"FA3": "ImportError: none"}))
     settings = [Setting(2), Setting(2, "pooled", routing_dtype="int8")]

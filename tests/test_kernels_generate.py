@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
 import latent_santa
-from latent_santa.kernels import draws
+from latent_santa.kernels.support import interpreting
 
 from .tiny_models import padded, tiny_model
 
-if not draws.INTERPRETED.value:
+if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
 
 

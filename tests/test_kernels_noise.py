@@ -12,20 +12,21 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels canno
 import triton
 import triton.language as tl
 
-from latent_santa.kernels import draws
+from latent_santa.kernels import draws, maths
+from latent_santa.kernels.support import interpreting
 from latent_santa.noise import GROUP_STRIDE, gumbel, gumbel_noise, noise_keys, philox
 from latent_santa.sampling import log_inclusion as twin_log_inclusion
 
 from .reference import PHILOX_KNOWN_ANSWERS
 
-if not draws.INTERPRETED.value:
+if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
 
 
 @triton.jit
 def words_kernel(key, out, team, counter, step, layer, T: tl.constexpr):
     place = tl.arange(0, T)
-    four = draws.words(tl.load(key) | (tl.load(key + 1) << 32), team + place, counter + place * 0, step, layer)
+    four = draws.philox_words(tl.load(key) | (tl.load(key + 1) << 32), team + place, counter + place * 0, step, layer)
     for i in tl.static_range(4):
         tl.store(out + i * T + place, four[i].to(tl.int64))
 
@@ -79,7 +80,7 @@ def map_kernel(x, out, WHICH: tl.constexpr, N: tl.constexpr):
     if WHICH == "gumbel":
         tl.store(out + place, draws.gumbel(value.to(tl.uint32)))
     else:
-        tl.store(out + place, draws.log_inclusion(value))
+        tl.store(out + place, maths.log_inclusion(value))
 
 
 def test_gumbel_at_the_ends_of_the_range() -> None:

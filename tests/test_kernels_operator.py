@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -14,30 +16,23 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
-from latent_santa.kernels import Workspace, draws, operator, sampled_attention, unsupported
-from latent_santa.kernels.plan import (
-    MOST_PLANS,
-    Shapes,
-    attend_bytes,
-    candidate_blocks,
-    candidates,
-    choose,
-    route_bytes,
-)
+from latent_santa.kernels import Workspace, launch, reason_not, sampled_attention, unavailable
+from latent_santa.kernels.plan import Shapes, attend_bytes, candidate_blocks, candidates, choose, route_bytes
 from latent_santa.kernels.select import select_kernel
-from latent_santa.kernels.support import MOST_TEAMS_PER_HEAD
+from latent_santa.kernels.support import LEAST_TRITON, MOST_TEAMS_PER_HEAD, interpreting
+from latent_santa.kernels.workspace import MOST_PLANS
 from latent_santa.noise import gumbel_noise, noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.routing_keys import CodedKeys, quantise, quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.sampling import log_inclusion
-from latent_santa.step import Sampling, Suffix
+from latent_santa.step import DecodeStep, Sampling, Suffix
 from latent_santa.teams import join_teams
 
 from .cases import frozen_teams, make_case
-from .kernel_cases import ROUNDING, SMALL, check, compare, make_call
+from .kernel_cases import ROUNDING, SMALL, check, compare, kernels, make_step, poison, poisoned, twin
 
-if not draws.INTERPRETED.value:
+if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
 
 KINDS = [("per_head", "independent"), ("pooled", "independent"), ("per_head", "shared"), ("pooled", "shared")]
@@ -45,56 +40,56 @@ KINDS = [("per_head", "independent"), ("pooled", "independent"), ("per_head", "s
 
 @pytest.mark.parametrize(("estimator", "noise"), KINDS)
 def test_mla(estimator: str, noise: str) -> None:
-    check(make_call(heads=6, lengths=(70, 33), hidden=2, dtype=torch.float16), 3, estimator, noise)
+    check(make_step(heads=6, lengths=(70, 33), hidden=2, dtype=torch.float16), 3, estimator, noise)
 
 
 @pytest.mark.parametrize(("estimator", "noise"), KINDS)
 def test_gqa(estimator: str, noise: str) -> None:
-    call = make_call("gqa", heads=3, groups=2, lengths=(50,), dims=(24,), values=20, dtype=torch.float16)
-    check(call, 2, estimator, noise)
+    step = make_step("gqa", heads=3, groups=2, lengths=(50,), dims=(24,), values=20, dtype=torch.float16)
+    check(step, 2, estimator, noise)
 
 
 def test_float32_rows_and_one_head() -> None:
-    check(make_call(heads=1, lengths=(40,), dims=(20, 8)), 4)
+    check(make_step(heads=1, lengths=(40,), dims=(20, 8)), 4)
 
 
 def test_queries_in_the_rows_dtype() -> None:
-    call = make_call(heads=2, lengths=(40,), dtype=torch.float16, query_dtype=torch.float16)
+    step = make_step(heads=2, lengths=(40,), dtype=torch.float16, query_dtype=torch.float16)
     workspace = Workspace(SMALL)
     # scores are exact products, weights are rounded to the rows' dtype
-    compare(call.kernels(3, workspace), call.twin(3), 2e-3)
+    compare(kernels(step, 3, workspace), twin(step, 3), 2e-3)
 
 
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 def test_more_heads_than_a_word_has_bits(estimator: str) -> None:
-    call = make_call(heads=35, lengths=(20,), dims=(16, 16), suffix=1, dtype=torch.float16)
-    check(call, 1, estimator, route_heads=64, attend_heads=32, shares=1)
+    step = make_step(heads=35, lengths=(20,), dims=(16, 16), suffix=1, dtype=torch.float16)
+    check(step, 1, estimator, route_heads=64, attend_heads=32, shares=1)
 
 
 @pytest.mark.parametrize("k", [1, 6, 9, 500])
 def test_budgets_around_the_number_of_teams(k: int) -> None:
     """One sequence has 9 teams of rows, the other 5: K below, between, at and above."""
-    call = make_call("gqa", heads=2, lengths=(33, 17), dims=(16,), dtype=torch.float16)
-    assert sorted(call.teams.count[:, 0].tolist()) == [5, 9]
-    check(call, k, "pooled" if k == 6 else "per_head", shares=2)
+    step = make_step("gqa", heads=2, lengths=(33, 17), dims=(16,), dtype=torch.float16)
+    assert sorted(step.teams.count[:, 0].tolist()) == [5, 9]
+    check(step, k, "pooled" if k == 6 else "per_head", shares=2)
 
 
 @pytest.mark.parametrize("shares", [1, 2, 8, 16, 33])
 def test_shares_some_of_them_empty(shares: int) -> None:
-    call = make_call("gqa", heads=2, lengths=(60,), dims=(16,), suffix=3, dtype=torch.float16)
-    check(call, 2, shares=shares, combine_shares=8)
+    step = make_step("gqa", heads=2, lengths=(60,), dims=(16,), suffix=3, dtype=torch.float16)
+    check(step, 2, shares=shares, combine_shares=8)
 
 
 def test_a_crowd_of_large_scores_is_searched() -> None:
     """Large scores that share coarse maxima make the bound let more through than there is room for."""
-    call = make_call(
+    step = make_step(
         "gqa", heads=1, lengths=(5120,), dims=(16,), suffix=0, parent_size=1, representatives=1, dtype=torch.float16
     )
     # 160 teams in the twenty blocks of 8 whose maxima are under one of the 32 coarse maxima
-    crowd = call.teams.routing_keys[0].codes.view(1, 1, 20, 256, 16)[:, :, :, :8]
-    crowd[:] = call.query[0].half()[:, :, :1, None] * 4
+    crowd = step.teams.routing_keys[0].codes.view(1, 1, 20, 256, 16)[:, :, :, :8]
+    crowd[:] = step.query[0].half()[:, :, :1, None] * 4
     workspace = Workspace({**SMALL, "route_teams": 128, "block": 8, "coarse": 32})
-    compare(call.kernels(2, workspace), call.twin(2), ROUNDING)
+    compare(kernels(step, 2, workspace), twin(step, 2), ROUNDING)
     (held,) = workspace._buffers.values()
     tops = torch.full((1024,), -torch.inf)
     tops[: 5120 // 8] = held.tops[0, 0, : 5120 // 8]
@@ -104,49 +99,49 @@ def test_a_crowd_of_large_scores_is_searched() -> None:
 
 def test_one_workspace_serves_every_budget() -> None:
     """Budgets that differ in one buffer's size only must not share that buffer."""
-    call = make_call(
+    step = make_step(
         "gqa", heads=2, lengths=(900, 600), dims=(16,), parent_size=2, representatives=2, dtype=torch.float16
     )
     workspace = Workspace(SMALL)
     for k in (5, 32, 64, 5, 100, 32):
-        compare(call.kernels(k, workspace), call.twin(k), ROUNDING)
+        compare(kernels(step, k, workspace), twin(step, k), ROUNDING)
     held = {buffers.blocks.shape[-1] for buffers in workspace._buffers.values()}
     assert held >= {candidate_blocks(k) for k in (5, 32, 64, 100)}
     assert candidates(32) == candidates(64) and candidate_blocks(32) < candidate_blocks(64)
 
 
 def test_many_teams_a_head() -> None:
-    call = make_call(
+    step = make_step(
         "gqa", heads=1, lengths=(560,), dims=(16,), suffix=0, parent_size=2, representatives=2, dtype=torch.float16
     )
-    check(call, 130, shares=2, lanes=512, attend_rows=64)
+    check(step, 130, shares=2, lanes=512, attend_rows=64)
 
 
 @pytest.mark.parametrize(("routing_dtype", "dims"), [("int8", (64, 16)), ("int4", (64, 32)), ("int4", (48, 16))])
 def test_quantised_routing_keys(routing_dtype: str, dims: tuple[int, int]) -> None:
-    check(make_call(heads=2, lengths=(60,), dims=dims, routing_dtype=routing_dtype, dtype=torch.float16), 3)
+    check(make_step(heads=2, lengths=(60,), dims=dims, routing_dtype=routing_dtype, dtype=torch.float16), 3)
 
 
 @pytest.mark.parametrize("routing_dtype", ["model", "int8", "int4"])
 def test_teams_of_several_turns(routing_dtype: str) -> None:
     """Joined records are views with spare places between the sequences and groups."""
-    call = make_call("gqa", heads=2, groups=2, lengths=(60, 40), dims=(32,), suffix=24, dtype=torch.float16)
-    rows = Rows((call.rows.keys[0][:, :, :80],), call.rows.values[:, :, :80])
+    step = make_step("gqa", heads=2, groups=2, lengths=(60, 40), dims=(32,), suffix=24, dtype=torch.float16)
+    rows = Rows((step.rows.keys[0][:, :, :80],), step.rows.values[:, :, :80])
     turn = (torch.arange(80) >= 60).expand(2, -1)
     second = frozen_teams(rows, rows.keys[0].float(), contiguous_parents(turn, 16).expand(-1, 2, -1), 4)
     first, second = (
-        replace(t, routing_keys=quantise_parts(t.routing_keys, routing_dtype)) for t in (call.teams, second)
+        replace(t, routing_keys=quantise_parts(t.routing_keys, routing_dtype)) for t in (step.teams, second)
     )
-    check(replace(call, teams=join_teams(first, second), suffix=Suffix(torch.arange(80, 84))), 3)
+    check(replace(step, teams=join_teams(first, second), suffix=Suffix(torch.arange(80, 84))), 3)
 
 
 def test_a_sequence_that_is_all_padding_gets_zeros() -> None:
-    call = make_call("gqa", heads=2, lengths=(33, 1), dims=(16,), suffix=0, dtype=torch.float16)
-    for part in (call.teams.count, call.teams.sizes):
+    step = make_step("gqa", heads=2, lengths=(33, 1), dims=(16,), suffix=0, dtype=torch.float16)
+    for part in (step.teams.count, step.teams.sizes):
         part[1] = 0
-    call.teams.team_of_row[1] = -1
+    step.teams.team_of_row[1] = -1
     for k in (2, 500):
-        got, want = call.kernels(k, call.poisoned(k, SMALL)), call.twin(k)
+        got, want = kernels(step, k, poisoned(step, k, SMALL)), twin(step, k)
         assert not want.out[1].any() and torch.equal(got.out[1], want.out[1]) and torch.equal(got.lse[1], want.lse[1])
         torch.testing.assert_close(got.out[0], want.out[0], rtol=ROUNDING, atol=ROUNDING)
 
@@ -166,10 +161,10 @@ def test_crowds_at_the_maximum_stay_within_the_scratch(places: Sequence[int], sc
     blocks, found = torch.full((64,), -7, dtype=torch.int32), torch.full((64,), -7, dtype=torch.int64)
     threshold = torch.zeros(2)
     select_kernel[(1, 1)](
-        scores.view(16, 8).amax(1), scores, flags, corrections,
-        torch.tensor([128], dtype=torch.int32), noise_keys(1, [0], "cpu"), torch.tensor([9]), blocks, found,
-        threshold[:1], threshold[1:], 2, 3, 128, 1, 1, 1, BLOCK=8, NT=16, COARSE=0, NB=8, ROOM=8, SHARED=False,
-        PDL=False,
+        tops=scores.view(16, 8).amax(1), noisy=scores, flags=flags, corrections=corrections,
+        count=torch.tensor([128], dtype=torch.int32), key=noise_keys(1, [0], "cpu"), step=torch.tensor([9]),
+        blocks=blocks, found=found, tau=threshold[:1], kth=threshold[1:], layer=2, K=3, MP=128, G=1, H=1, WORDS=1,
+        BLOCK=8, NT=16, COARSE=0, NB=8, ROOM=8, SHARED=False, PDL=False,
     )  # fmt: skip
     assert bool((blocks[8:] == -7).all()) and bool((found[8:] == -7).all())
     assert flags[0].nonzero()[:, 0].tolist() == want
@@ -186,10 +181,11 @@ def test_equal_scores_select_the_lower_teams_and_exactly_k(coarse: int) -> None:
     flags, corrections = torch.zeros(1, 128, dtype=torch.int32), torch.full((1, 128), torch.nan)
     tau, kth = torch.full((1,), torch.nan), torch.full((1,), torch.nan)
     select_kernel[(1, 1)](
-        torch.full((16,), 5000.0), torch.full((128,), 5000.0), flags, corrections,
-        torch.tensor([teams], dtype=torch.int32), key, step, torch.full((8,), 10**6, dtype=torch.int32),
-        torch.full((16,), 10**12, dtype=torch.int64), tau, kth, 2, k, 128, 1, 1, 1, BLOCK=8, NT=16, COARSE=coarse, NB=8,
-        ROOM=16, SHARED=False, PDL=False,
+        tops=torch.full((16,), 5000.0), noisy=torch.full((128,), 5000.0), flags=flags, corrections=corrections,
+        count=torch.tensor([teams], dtype=torch.int32), key=key, step=step,
+        blocks=torch.full((8,), 10**6, dtype=torch.int32), found=torch.full((16,), 10**12, dtype=torch.int64), tau=tau,
+        kth=kth, layer=2, K=k, MP=128, G=1, H=1, WORDS=1, BLOCK=8, NT=16, COARSE=coarse, NB=8, ROOM=16, SHARED=False,
+        PDL=False,
     )  # fmt: skip
     assert flags[0].nonzero()[:, 0].tolist() == [0, 1, 2] and tau.item() == kth.item() == 5000
     want = log_inclusion(phi[0, :k] - 5000)
@@ -212,64 +208,64 @@ def test_the_float64_reference(layout: str, estimator: str) -> None:
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks shrink until they fit, and a call with the smallest ones is as right as any."""
+    """Blocks shrink until they fit, and a step with the smallest ones is as right as any."""
     shapes = Shapes(
         batch=1, groups=1, heads=128, prompt=9000, suffix=0, teams=2000, dims=(512, 64), values=512,
         latent=True, dtype=torch.bfloat16, split=True, bits=16, teams_per_head=8, most_rows=9000, processors=132,
         shared_memory=227 << 10,
     )  # fmt: skip
-    wide, narrow = choose(shapes), choose(replace(shapes, shared_memory=99 << 10))
+    wide, narrow = choose(shapes), choose(shapes._replace(shared_memory=99 << 10))
     assert route_bytes(shapes, wide) <= 227 << 10 and attend_bytes(shapes, wide) <= 227 << 10
     assert route_bytes(shapes, narrow) <= 99 << 10 and attend_bytes(shapes, narrow) <= 99 << 10
     assert narrow != wide
-    monkeypatch.setattr(operator, "shared_memory", lambda device: 1)
-    call = make_call(heads=17, lengths=(20,), dims=(16, 16), suffix=1, dtype=torch.float16)
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 1)
+    step = make_step(heads=17, lengths=(20,), dims=(16, 16), suffix=1, dtype=torch.float16)
     workspace = Workspace({"shares": 1})
-    compare(call.kernels(1, workspace), call.twin(1), ROUNDING)
-    (plan,) = workspace._plans.values()
+    compare(kernels(step, 1, workspace), twin(step, 1), ROUNDING)
+    ((plan, _),) = workspace._plans.values()
     assert (plan.route_stages, plan.route_heads, plan.attend_rows, plan.attend_heads) == (2, 16, 16, 16)
 
 
 def test_step_key_and_suffix_are_read_on_each_call() -> None:
-    call = make_call("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16)
+    step = make_step("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16)
     workspace = Workspace(SMALL)
-    first = call.kernels(2, workspace).out.clone()
-    call.draw.step.add_(1)
-    second = call.kernels(2, workspace)
-    compare(second, call.twin(2), ROUNDING)
-    workspace.poison()
-    assert torch.equal(second.out, call.kernels(2, workspace).out)
+    first = kernels(step, 2, workspace).out.clone()
+    step.draw.step.add_(1)
+    second = kernels(step, 2, workspace)
+    compare(second, twin(step, 2), ROUNDING)
+    poison(workspace)
+    assert torch.equal(second.out, kernels(step, 2, workspace).out)
     assert not torch.allclose(first, second.out)
     # a suffix that grows by a few rows needs no new scratch memory
     assert len(workspace._buffers) == 1
-    shorter = replace(call, suffix=Suffix(call.suffix.index[:2]))
-    compare(shorter.kernels(2, workspace), shorter.twin(2), ROUNDING)
+    shorter = replace(step, suffix=Suffix(step.suffix.index[:2]))
+    compare(kernels(shorter, 2, workspace), twin(shorter, 2), ROUNDING)
     assert len(workspace._buffers) == len(workspace._plans) == 1
 
 
 def test_threads_on_one_stream_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that comes in the middle of another's call finds their common scratch taken."""
-    calls = [make_call("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16, seed=seed) for seed in (0, 1)]
+    """A thread that comes in the middle of another's step finds their common scratch taken."""
+    steps = [make_step("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16, seed=seed) for seed in (0, 1)]
     workspace = Workspace(SMALL)
     outputs: dict[int, Any] = {}
 
     def run(number: int) -> None:
-        outputs[number] = calls[number].kernels(2, workspace)
+        outputs[number] = kernels(steps[number], 2, workspace)
 
     other = threading.Thread(target=run, args=(1,))
-    select = operator.Call.select
+    select = launch.Launches.select
 
-    def interrupted(self: operator.Call) -> None:
-        if self.query[0] is calls[0].query[0]:
+    def interrupted(self: launch.Launches) -> None:
+        if self.query[0] is steps[0].query[0]:
             other.start()
             other.join(0.5)
         select(self)
 
-    monkeypatch.setattr(operator.Call, "select", interrupted)
+    monkeypatch.setattr(launch.Launches, "select", interrupted)
     run(0)
     other.join()
-    for number, call in enumerate(calls):
-        compare(outputs[number], call.twin(2), ROUNDING)
+    for number, step in enumerate(steps):
+        compare(outputs[number], twin(step, 2), ROUNDING)
 
 
 def test_launches_are_made_on_the_rows_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,73 +278,93 @@ def test_launches_are_made_on_the_rows_device(monkeypatch: pytest.MonkeyPatch) -
         yield
         inside.pop()
 
-    monkeypatch.setattr(operator, "current", current)
+    monkeypatch.setattr(launch, "current", current)
     for name in ("route", "select", "pool", "attend", "combine"):
-        original = getattr(operator.Call, name)
-        monkeypatch.setattr(operator.Call, name, lambda self, f=original: (launched.append(list(inside)), f(self))[1])
-    call = make_call("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16)
-    call.kernels(2, Workspace(SMALL), "pooled")
+        original = getattr(launch.Launches, name)
+        monkeypatch.setattr(launch.Launches, name, lambda self, f=original: (launched.append(list(inside)), f(self))[1])
+    step = make_step("gqa", heads=2, lengths=(60,), dims=(16,), dtype=torch.float16)
+    kernels(step, 2, Workspace(SMALL), "pooled")
     assert launched == [[torch.device("cpu")]] * 5 and not inside
 
 
 def test_scratch_that_was_used_least_recently_goes_first() -> None:
-    calls = [make_call("gqa", heads=2, lengths=(n,), dims=(16,), dtype=torch.float16) for n in (60, 600, 1200)]
+    steps = [make_step("gqa", heads=2, lengths=(n,), dims=(16,), dtype=torch.float16) for n in (60, 600, 1200)]
     workspace = Workspace(SMALL)
-    for call in calls[:2]:
-        call.kernels(2, workspace)
+    for step in steps[:2]:
+        kernels(step, 2, workspace)
     small, middle = workspace._buffers
     # as if a CUDA graph had been captured with it
     workspace._captured.add(small)
     workspace.limit_bytes = workspace.bytes()
-    compare(calls[2].kernels(2, workspace), calls[2].twin(2), ROUNDING)
+    compare(kernels(steps[2], 2, workspace), twin(steps[2], 2), ROUNDING)
     assert small in workspace._buffers and middle not in workspace._buffers and len(workspace._buffers) == 2
     workspace._captured.clear()
     workspace.limit_bytes = 0
-    compare(calls[1].kernels(2, workspace), calls[1].twin(2), ROUNDING)
+    compare(kernels(steps[1], 2, workspace), twin(steps[1], 2), ROUNDING)
     assert list(workspace._buffers) == [middle]
 
 
 def test_plans_of_many_shapes_do_not_pile_up() -> None:
-    call = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
+    step = make_step("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
     workspace = Workspace(SMALL)
-    call.kernels(2, workspace)
+    kernels(step, 2, workspace)
     (shapes,) = workspace._plans
     for most in range(2 * MOST_PLANS):
-        workspace.plan(replace(shapes, most_rows=most))
+        workspace._planned(shapes._replace(most_rows=most))
     assert len(workspace._plans) <= MOST_PLANS
 
 
 def test_outputs_are_float32_under_any_default_dtype() -> None:
-    call = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
-    want = call.twin(2)
+    step = make_step("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
+    want = twin(step, 2)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        got = call.kernels(2, Workspace(SMALL))
+        got = kernels(step, 2, Workspace(SMALL))
     finally:
         torch.set_default_dtype(torch.float32)
     compare(got, want, ROUNDING)
 
 
+def reason(step: DecodeStep, k: int = 1) -> str:
+    return str(reason_not(step, Sampling(k)))
+
+
 def test_refusals_say_what_and_why() -> None:
-    call = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
-    assert unsupported(call.query, call.rows, call.teams) is None
-    brain = make_call("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.bfloat16)
-    assert "interpreter" in str(unsupported(brain.query, brain.rows, brain.teams))
-    wide = make_call("gqa", heads=2, lengths=(20,), dims=(520,), dtype=torch.float16)
-    assert "520 dimensions" in str(unsupported(wide.query, wide.rows, wide.teams))
+    step = make_step("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.float16)
+    assert reason_not(step, Sampling(1)) is None
+    brain = make_step("gqa", heads=2, lengths=(20,), dims=(16,), dtype=torch.bfloat16)
+    assert "interpreter" in reason(brain)
+    wide = make_step("gqa", heads=2, lengths=(20,), dims=(520,), dtype=torch.float16)
+    assert "520 dimensions" in reason(wide)
     with pytest.raises(RuntimeError, match="520 dimensions"):
-        wide.kernels(2, Workspace(SMALL))
+        kernels(wide, 2, Workspace(SMALL))
     assert candidates(MOST_TEAMS_PER_HEAD) == 512 < candidates(MOST_TEAMS_PER_HEAD + 1)
-    many = make_call("gqa", heads=1, lengths=(700,), dims=(16,), parent_size=1, representatives=1, dtype=torch.float16)
-    with pytest.raises(RuntimeError, match="690 teams a head"):
-        many.kernels(690, Workspace(SMALL))
-    assert unsupported(many.query, many.rows, many.teams, MOST_TEAMS_PER_HEAD) is None
-    assert unsupported(many.query, many.rows, many.teams, 700) is None
-    short = Rows((call.rows.keys[0][:, :, :10],), call.rows.values[:, :, :10])
-    assert "cache holds 10" in str(unsupported(call.query, short, call.teams))
-    pair = make_call(heads=2, lengths=(20,), dims=(48, 16), dtype=torch.float16)
+    many = make_step("gqa", heads=1, lengths=(700,), dims=(16,), parent_size=1, representatives=1, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="690 teams per head"):
+        kernels(many, 690, Workspace(SMALL))
+    assert reason_not(many, Sampling(MOST_TEAMS_PER_HEAD)) is None
+    assert reason_not(many, Sampling(700)) is None
+    short = Rows((step.rows.keys[0][:, :, :10],), step.rows.values[:, :, :10])
+    assert "cache holds 10" in reason(replace(step, rows=short))
+    assert "no teams" in reason(replace(step, teams=None))
+    pair = make_step(heads=2, lengths=(20,), dims=(48, 16), dtype=torch.float16)
+    assert pair.teams is not None
     latents, rotary = pair.teams.routing_keys
     odd = replace(pair.teams, routing_keys=(CodedKeys.of(latents.codes, 8, 24), quantise(rotary.codes, "int8")))
-    assert "24 dimensions" in str(unsupported(pair.query, pair.rows, odd))
+    assert "24 dimensions" in reason(replace(pair, teams=odd))
     mixed = replace(pair.teams, routing_keys=(quantise(latents.codes, "int8"), rotary))
-    assert "several formats" in str(unsupported(pair.query, pair.rows, mixed))
+    assert "several formats" in reason(replace(pair, teams=mixed))
+
+
+def test_triton_missing_or_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is too old is what pyproject.toml says."""
+    import triton
+
+    cpu = torch.device("cpu")
+    assert unavailable(cpu) is None
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert "triton 3.5.1 is installed, the kernels need 3.6: pip install 'latent-santa[gpu]'" == unavailable(cpu)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "triton is not installed: pip install 'latent-santa[gpu]'" == unavailable(cpu)
+    asked = [line for line in metadata.requires("latent-santa") or () if line.startswith("triton")]
+    assert asked and all(f">={'.'.join(map(str, LEAST_TRITON))}" in line for line in asked)

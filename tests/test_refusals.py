@@ -309,7 +309,7 @@ def test_sequence_keys_of_the_wrong_length(model):
 
 def test_triton_on_the_cpu(model, monkeypatch):
     if importlib.util.find_spec("triton"):
-        importlib.import_module("latent_santa.kernels.operator")  # while the interpreter is on: other tests need it so
+        importlib.import_module("latent_santa.kernels.launch")  # while the interpreter is on: other tests need it so
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # as in a user's process
     ids = prompt(30)
     wanted = generate(model, ids)

@@ -12,7 +12,8 @@ from latent_santa.eval.bench.baselines import baselines
 from latent_santa.eval.bench.goals import goal_of
 from latent_santa.eval.bench.timing import Launch, ratio_interval
 from latent_santa.eval.bench.workload import Workload
-from latent_santa.kernels import Workspace
+from latent_santa.eval.errors import EvalError
+from latent_santa.kernels import BACKEND, Workspace
 from latent_santa.routing_keys import quantise_parts
 from latent_santa.step import Output, Sampling
 
@@ -58,24 +59,27 @@ def quantised(w: Workload, routing_dtype: str) -> Workload:
 
 
 def operator(w: Workload, setting: Setting, workspace: Workspace) -> Callable[[], Output]:
-    """The Triton operator as one call without arguments."""
-    from latent_santa.kernels import sampled_attention as kernels
+    """The Triton operator as one call without arguments, as a decoding step makes it: checked once and not each time.
 
-    def launch() -> Output:
-        return kernels(w.step, setting.sampling, workspace)
-
-    return launch
+    Raises:
+        EvalError: the kernels cannot take the workload.
+    """
+    reason = BACKEND.reason_not(w.step, setting.sampling)
+    if reason is not None:
+        raise EvalError(f"{setting.name} of a workload ({w.source}): {reason}")
+    return lambda: BACKEND.sampled_attention(w.step, setting.sampling, workspace)
 
 
 def stages(w: Workload, setting: Setting, workspace: Workspace) -> dict[str, Launch]:
     """The operator's launches one by one, over what the whole operator left in the workspace."""
-    from latent_santa.kernels.operator import Call
+    from latent_santa.kernels.launch import Launches
 
-    call = Call(w.step, setting.sampling, workspace)
-    named: dict[str, Launch] = {} if call.everything else {"route": call.route, "select": call.select}
-    if not call.everything and call.pooled:
-        named["pool"] = call.pool
-    return {**named, "attend": call.attend, "combine": call.combine}
+    launches = Launches(w.step, setting.sampling, workspace)
+    named: dict[str, Launch] = {"attend": launches.attend, "combine": launches.combine}
+    if launches.everything:
+        return named
+    pool = {"pool": launches.pool} if setting.sampling.pooled else {}
+    return {"route": launches.route, "select": launches.select, **pool, **named}
 
 
 def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from latent_santa.kernels import Workspace
-from latent_santa.step import Output
+from latent_santa.step import DecodeStep, Output
 
-from ..kernel_cases import Call, compare, make_call
+from ..kernel_cases import compare, kernels, make_step, poison, poisoned, twin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,64 +33,64 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-def check(call: Call, k: int, tolerance: float, over: dict[str, Any] | None = None) -> None:
+def check(step: DecodeStep, k: int, tolerance: float, over: dict[str, Any] | None = None) -> None:
     for estimator in ("per_head", "pooled"):
         for noise in ("independent", "shared"):
-            workspace = call.poisoned(k, over or {}, estimator, noise)
-            compare(call.kernels(k, workspace, estimator, noise), call.twin(k, estimator, noise), tolerance)
+            workspace = poisoned(step, k, over or {}, estimator, noise)
+            compare(kernels(step, k, workspace, estimator, noise), twin(step, k, estimator, noise), tolerance)
 
 
 @pytest.mark.parametrize("heads", [1, 14, 16])
 @DTYPES
 def test_mla(heads: int, dtype: torch.dtype, query_dtype: torch.dtype, tolerance: float) -> None:
-    call = make_call(
+    step = make_step(
         heads=heads, lengths=(2500, 1111), suffix=37, hidden=3, dtype=dtype, query_dtype=query_dtype, device="cuda",
         **MLA,
     )  # fmt: skip
-    check(call, 8, tolerance)
+    check(step, 8, tolerance)
 
 
 def test_mla_float32() -> None:
-    check(make_call(heads=5, lengths=(700, 500), dtype=torch.float32, device="cuda", **MLA), 8, EXACT)
+    check(make_step(heads=5, lengths=(700, 500), dtype=torch.float32, device="cuda", **MLA), 8, EXACT)
 
 
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
 def test_mla_128_heads(query_dtype: torch.dtype) -> None:
-    call = make_call(heads=128, lengths=(4000,), dtype=torch.bfloat16, query_dtype=query_dtype, device="cuda", **MLA)
-    check(call, 4, BRAIN if query_dtype == torch.bfloat16 else EXACT)
+    step = make_step(heads=128, lengths=(4000,), dtype=torch.bfloat16, query_dtype=query_dtype, device="cuda", **MLA)
+    check(step, 4, BRAIN if query_dtype == torch.bfloat16 else EXACT)
 
 
 @pytest.mark.parametrize(("groups", "heads", "dim"), [(4, 7, 128), (2, 1, 64), (1, 5, 96), (2, 8, 256), (1, 40, 64)])
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
 def test_gqa(groups: int, heads: int, dim: int, query_dtype: torch.dtype) -> None:
-    call = make_call(
+    step = make_step(
         layout="gqa", dims=(dim,), groups=groups, heads=heads, lengths=(3000, 1700), suffix=11, hidden=2,
         dtype=torch.bfloat16, query_dtype=query_dtype, scale=dim**-0.5, device="cuda",
     )  # fmt: skip
-    check(call, 16, BRAIN if query_dtype == torch.bfloat16 else EXACT)
+    check(step, 16, BRAIN if query_dtype == torch.bfloat16 else EXACT)
 
 
 @pytest.mark.parametrize("query_dtype", [torch.float16, torch.float32])
 def test_gqa_float16(query_dtype: torch.dtype) -> None:
-    call = make_call(
+    step = make_step(
         heads=7, groups=4, lengths=(3000, 1700), suffix=11, dtype=torch.float16, query_dtype=query_dtype, device="cuda",
         **GQA,
     )  # fmt: skip
-    check(call, 16, HALF if query_dtype == torch.float16 else EXACT)
+    check(step, 16, HALF if query_dtype == torch.float16 else EXACT)
 
 
 @pytest.mark.parametrize("k", [1, 5, 100, 200])
 def test_budgets(k: int) -> None:
-    call = make_call(heads=7, groups=2, lengths=(3000, 700), dtype=torch.bfloat16, device="cuda", **GQA)
-    check(call, k, EXACT)
+    step = make_step(heads=7, groups=2, lengths=(3000, 700), dtype=torch.bfloat16, device="cuda", **GQA)
+    check(step, k, EXACT)
 
 
 def test_one_workspace_serves_every_budget() -> None:
-    call = make_call(heads=14, lengths=(8000, 5000), dtype=torch.bfloat16, device="cuda", **MLA)
+    step = make_step(heads=14, lengths=(8000, 5000), dtype=torch.bfloat16, device="cuda", **MLA)
     workspace = Workspace()
     for k in (32, 64, 16, 128, 256, 64, 32):
         for estimator in ("per_head", "pooled"):
-            compare(call.kernels(k, workspace, estimator), call.twin(k, estimator), EXACT)
+            compare(kernels(step, k, workspace, estimator), twin(step, k, estimator), EXACT)
 
 
 @pytest.mark.parametrize("routing_dtype", ["int8", "int4"])
@@ -99,40 +99,40 @@ def test_one_workspace_serves_every_budget() -> None:
 def test_routing_dtypes(
     layout: dict[str, Any], dtype: torch.dtype, query_dtype: torch.dtype, tolerance: float, routing_dtype: str
 ) -> None:
-    call = make_call(
+    step = make_step(
         heads=14, lengths=(2500, 1111), dtype=dtype, query_dtype=query_dtype, device="cuda",
         routing_dtype=routing_dtype, **layout,
     )  # fmt: skip
-    check(call, 8, tolerance)
+    check(step, 8, tolerance)
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 8, 16, 33, 128])
 def test_shares(shares: int) -> None:
-    call = make_call(heads=16, lengths=(1500,), dtype=torch.bfloat16, device="cuda", **MLA)
-    check(call, 4, EXACT, {"shares": shares})
+    step = make_step(heads=16, lengths=(1500,), dtype=torch.bfloat16, device="cuda", **MLA)
+    check(step, 4, EXACT, {"shares": shares})
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from latent_santa.kernels import operator
+    from latent_santa.kernels import launch
 
-    monkeypatch.setattr(operator, "shared_memory", lambda device: 48 << 10)
-    check(make_call(heads=16, lengths=(1500,), dtype=torch.bfloat16, device="cuda", **MLA), 4, EXACT)
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 48 << 10)
+    check(make_step(heads=16, lengths=(1500,), dtype=torch.bfloat16, device="cuda", **MLA), 4, EXACT)
 
 
 def test_rows_beyond_two_to_the_31st_element() -> None:
     """The last rows of the buffer lie behind 2**31 elements; the prompt is all of it."""
     length, width = 4_200_000, 512
     cache = torch.zeros(1, 1, length, width, dtype=torch.float16, device="cuda")
-    small = make_call(heads=4, lengths=(1000,), suffix=0, dtype=torch.float16, device="cuda", **MLA)
+    small = make_step(heads=4, lengths=(1000,), suffix=0, dtype=torch.float16, device="cuda", **MLA)
     rotary = torch.zeros(1, 1, length, 64, dtype=torch.float16, device="cuda")
     rows = small.rows
     cache[:, :, -1000:], rotary[:, :, -1000:] = rows.keys[0], rows.keys[1]
     shift = length - 1000
     teams = small.teams
-    want = small.twin(8)
+    want = twin(small, 8)
     far = replace(teams, team_of_row=torch.nn.functional.pad(teams.team_of_row, (shift, 0), value=-1))
-    moved = Call(small.query, type(rows)((cache, rotary), cache), far, small.suffix, small.draw, small.scale)
-    got = moved.kernels(8, Workspace())
+    moved = replace(small, rows=type(rows)((cache, rotary), cache), teams=far)
+    got = kernels(moved, 8, Workspace())
     compare(got, want, EXACT)
 
 
@@ -147,85 +147,85 @@ def test_rows_beyond_two_to_the_31st_element() -> None:
     ids=["mla", "mla-pooled-int4", "gqa-int8", "gqa-pooled"],
 )
 def test_graph_replays_draw_fresh_noise(layout: dict[str, Any], heads: int, estimator: str, routing_dtype: str) -> None:
-    call = make_call(
+    step = make_step(
         heads=heads, lengths=(3000,), dtype=torch.bfloat16, device="cuda", routing_dtype=routing_dtype, **layout
     )
     workspace = Workspace()
-    graph, held = captured(call, 8, workspace, estimator)
+    graph, held = captured(step, 8, workspace, estimator)
     seen = []
     for _ in range(3):
-        workspace.poison()
+        poison(workspace)
         graph.replay()
-        compare(held, call.twin(8, estimator), EXACT)
+        compare(held, twin(step, 8, estimator), EXACT)
         seen.append(held.out.clone())
-        call.draw.step += 1
+        step.draw.step += 1
     assert not torch.allclose(seen[0], seen[1]) and not torch.allclose(seen[1], seen[2])
-    call.draw.key += 1
+    step.draw.key += 1
     graph.replay()
-    compare(held, call.twin(8, estimator), EXACT)
+    compare(held, twin(step, 8, estimator), EXACT)
 
 
-def captured(call: Call, k: int, workspace: Workspace, estimator: str) -> tuple[torch.cuda.CUDAGraph, Output]:
-    """A graph of one call, and the outputs that its replays fill."""
+def captured(step: DecodeStep, k: int, workspace: Workspace, estimator: str) -> tuple[torch.cuda.CUDAGraph, Output]:
+    """A graph of one step, and the outputs that its replays fill."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        call.kernels(k, workspace, estimator)
+        kernels(step, k, workspace, estimator)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = call.kernels(k, workspace, estimator)
+        held = kernels(step, k, workspace, estimator)
     return graph, held
 
 
 def test_a_graph_of_a_call_that_selects_every_team() -> None:
-    call = make_call(heads=16, lengths=(300,), dtype=torch.bfloat16, device="cuda", **MLA)
+    step = make_step(heads=16, lengths=(300,), dtype=torch.bfloat16, device="cuda", **MLA)
     workspace = Workspace()
-    graph, held = captured(call, call.teams.M, workspace, "per_head")
-    workspace.poison()
+    graph, held = captured(step, step.teams.M, workspace, "per_head")
+    poison(workspace)
     graph.replay()
-    compare(held, call.twin(call.teams.M), EXACT)
+    compare(held, twin(step, step.teams.M), EXACT)
 
 
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 def test_no_call_waits_for_the_device(estimator: str) -> None:
-    call = make_call(heads=16, lengths=(3000, 2000), dtype=torch.bfloat16, device="cuda", **MLA)
+    step = make_step(heads=16, lengths=(3000, 2000), dtype=torch.bfloat16, device="cuda", **MLA)
     workspace = Workspace()
-    call.kernels(8, workspace, estimator)
+    kernels(step, 8, workspace, estimator)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = call.kernels(8, workspace, estimator)
+        got = kernels(step, 8, workspace, estimator)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    compare(got, call.twin(8, estimator), EXACT)
+    compare(got, twin(step, 8, estimator), EXACT)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 def test_rows_on_another_device_than_the_current_one(estimator: str) -> None:
-    call = make_call(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda:1", **MLA)
+    step = make_step(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda:1", **MLA)
     assert torch.cuda.current_device() == 0
-    compare(call.kernels(8, Workspace(), estimator), call.twin(8, estimator), EXACT)
+    compare(kernels(step, 8, Workspace(), estimator), twin(step, 8, estimator), EXACT)
     assert torch.cuda.current_device() == 0
 
 
 def test_scratch_of_a_captured_graph_outlasts_the_limit() -> None:
-    call = make_call(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda", **MLA)
+    step = make_step(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda", **MLA)
     workspace = Workspace(limit_bytes=0)
-    call.kernels(8, workspace)
+    kernels(step, 8, workspace)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = call.kernels(8, workspace)
-    longer = make_call(heads=16, lengths=(5000,), dtype=torch.bfloat16, device="cuda", **MLA)
-    compare(longer.kernels(8, workspace), longer.twin(8), EXACT)
+        held = kernels(step, 8, workspace)
+    longer = make_step(heads=16, lengths=(5000,), dtype=torch.bfloat16, device="cuda", **MLA)
+    compare(kernels(longer, 8, workspace), twin(longer, 8), EXACT)
     graph.replay()
-    compare(held, call.twin(8), EXACT)
+    compare(held, twin(step, 8), EXACT)
     assert len(workspace._buffers) == 2
 
 
 def test_repeats_are_bitwise_equal() -> None:
-    call = make_call(heads=16, lengths=(5000, 4000), dtype=torch.bfloat16, device="cuda", **MLA)
+    step = make_step(heads=16, lengths=(5000, 4000), dtype=torch.bfloat16, device="cuda", **MLA)
     workspace = Workspace()
-    first = call.kernels(32, workspace)
+    first = kernels(step, 32, workspace)
     for _ in range(20):
-        workspace.poison()
-        again = call.kernels(32, workspace)
+        poison(workspace)
+        again = kernels(step, 32, workspace)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
