@@ -49,10 +49,10 @@ def test_operator_without_a_gpu_says_what_to_do(capsys: pytest.CaptureFixture[st
 def test_a_file_that_holds_no_workload_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "x.pt"
     if content is None:
-        torch.save({"format": 1, "keys": ()}, path)
+        torch.save({"format": 2, "keys": ()}, path)
     else:
         path.write_bytes(content)
-    with pytest.raises(EvalError, match=r"x.pt is no workload of format 1 \(\w+\): write it again with"):
+    with pytest.raises(EvalError, match=r"x.pt is no workload of format 2 \(\w+\): write it again with"):
         load(path, "cpu")
 
 

@@ -156,8 +156,8 @@ def _sizes(args: argparse.Namespace) -> list[tuple[str, int, int, int, int]]:
     if groups < 1 or args.heads < 1 or args.heads % groups:
         raise EvalError(f"--heads {args.heads} must be a positive multiple of --groups {groups}")
     if args.layout == "gqa":
-        if not 1 <= args.head_dim <= MOST_KEY_DIMS:
-            raise EvalError(f"--head-dim {args.head_dim}: the kernels take 1 to {MOST_KEY_DIMS} dimensions")
+        if not 1 <= args.head_dim <= MOST_KEY_DIMS[0]:
+            raise EvalError(f"--head-dim {args.head_dim}: the kernels take 1 to {MOST_KEY_DIMS[0]} dimensions")
         for routing in set(args.routing_dtype.split(",")) - {"model"}:
             try:
                 scale_group(args.head_dim, routing)
