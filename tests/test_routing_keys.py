@@ -12,7 +12,7 @@ from latent_santa.routing_keys import CodedKeys, PlainKeys, quantise, quantise_p
 from latent_santa.step import DecodeStep, Sampling
 
 from .cases import Case, make_case
-from .kernel_cases import make_call
+from .kernel_cases import make_step
 
 
 @pytest.mark.parametrize(("routing_dtype", "largest"), [("int8", 127), ("int4", 7)])
@@ -107,7 +107,7 @@ def test_memory_is_what_a_routing_pass_reads() -> None:
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 def test_teams_route_by_quantised_keys(estimator: str) -> None:
     """The same as routing by the dequantised tensors, through every method of the records."""
-    case = make_call(heads=3, lengths=(80, 50), dims=(32, 16))
+    case = make_step(heads=3, lengths=(80, 50), dims=(32, 16))
     assert quantise_parts(case.teams.routing_keys, "model") is case.teams.routing_keys
     held = quantise_parts(case.teams.routing_keys, "int8")
     plain = replace(case.teams, routing_keys=tuple(PlainKeys(part.float()) for part in held))
