@@ -107,14 +107,15 @@ def test_memory_is_what_a_routing_pass_reads() -> None:
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 def test_teams_route_by_quantised_keys(estimator: str) -> None:
     """The same as routing by the dequantised tensors, through every method of the records."""
-    case = make_step(heads=3, lengths=(80, 50), dims=(32, 16))
-    assert quantise_parts(case.teams.routing_keys, "model") is case.teams.routing_keys
-    held = quantise_parts(case.teams.routing_keys, "int8")
-    plain = replace(case.teams, routing_keys=tuple(PlainKeys(part.float()) for part in held))
-    coarse = replace(case.teams, routing_keys=held)
-    results = [sampled_attention(replace(case.step, teams=teams), Sampling(4, estimator)) for teams in (plain, coarse)]
+    step = make_step(heads=3, lengths=(80, 50), dims=(32, 16))
+    assert step.teams is not None
+    assert quantise_parts(step.teams.routing_keys, "model") is step.teams.routing_keys
+    held = quantise_parts(step.teams.routing_keys, "int8")
+    plain = replace(step.teams, routing_keys=tuple(PlainKeys(part.float()) for part in held))
+    coarse = replace(step.teams, routing_keys=held)
+    results = [sampled_attention(replace(step, teams=teams), Sampling(4, estimator)) for teams in (plain, coarse)]
     assert torch.equal(results[0].out, results[1].out)
-    assert coarse.bytes() < case.teams.bytes()
+    assert coarse.bytes() < step.teams.bytes()
     picked = coarse.select_batch(torch.tensor([1, 1, 0]))
     assert picked.routing_keys[0].bits == 8 and picked.routing_keys[0].shape[0] == 3
     assert torch.equal(picked.routing_keys[0].float()[2], held[0].float()[0])
