@@ -31,7 +31,7 @@ real: $(VENV)/.run
 	@test -n "$(MLA)$(GQA)" || { echo "give MLA=PATH, GQA=PATH or both: checkpoints of the two kinds"; exit 2; }
 	for model in $(MLA) $(GQA); do \
 	  $(BIN)/latent-santa check --model $$model && \
-	  $(BIN)/latent-santa compare --model $$model --length 2304 --max-new-tokens 40 --budgets 128,512 --estimator per_head,pooled || exit 1; \
+	  $(BIN)/latent-santa compare --model $$model --length 2304 --max-new-tokens 40 --budgets 128,512 --estimators per_head,pooled || exit 1; \
 	done
 
 # accuracy against rows on real checkpoints: make grids MLA=PATH GQA=PATH GRIDS=DIR JOBS=3; needs a CUDA device and its own

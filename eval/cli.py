@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from latent_santa import __version__
+from latent_santa.eval.errors import EvalError
 
 COMMANDS = {
     "ruler": "accuracy against rows read over retrieval tasks, for dense attention and every setting",
@@ -49,13 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
-    from latent_santa.eval.errors import EvalError
-
     try:
         return int(args.run(args))
     except EvalError as error:
-        print(f"latent-santa {args.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        told, code = str(error), 2
+    except KeyboardInterrupt as stop:
+        told, code = f"interrupted; {stop}" if str(stop) else "interrupted; nothing was written", 130
+    except OSError as error:  # a full disk, a folder that may not be written to
+        if error.filename is None:
+            raise
+        told, code = f"{error.filename}: {error.strerror}; files that were there before are as they were", 2
+    print(f"latent-santa {args.command}: {told}", file=sys.stderr)
+    return code

@@ -5,22 +5,23 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from .access import AccessLedger
-from .config import SantaConfig
-
 if TYPE_CHECKING:
+    from latent_santa.access import AccessLedger
+    from latent_santa.config import SantaConfig
     from latent_santa.patches import SantaHandle, patch
 
 __version__ = "0.1.0"
 __all__ = ["AccessLedger", "SantaConfig", "SantaHandle", "patch"]
 
 
-def __getattr__(name: str) -> Any:
-    # transformers takes seconds to import; the method alone does not need it
-    if name in ("patch", "SantaHandle"):
-        from latent_santa import patches
+# Names are imported when they are first asked for: PyTorch and transformers take seconds, and --help needs neither.
+_HOMES = {"AccessLedger": "access", "SantaConfig": "config", "SantaHandle": "patches", "patch": "patches"}
 
-        return getattr(patches, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"latent_santa.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -346,3 +347,178 @@ def test_a_failed_prompt_shows_in_the_exit_code(tmp_path, model, monkeypatch, ca
     assert "1 prompts failed" in capsys.readouterr().out
     assert main([*words, "--resume"]) == 0
     assert len(calls) == 7
+
+
+@pytest.mark.parametrize("option", ["--out", "--budgets", "--model", "--tasks", "--estimators", "--device", "--data"])
+def test_an_empty_option_is_refused_by_name(model, capsys, option):
+    assert code_of(["ruler", "--model", model, *OPTIONS, option, ""]) == 2
+    assert f"argument {option}: " in capsys.readouterr().err
+    if option not in ("--out", "--tasks", "--data"):
+        assert code_of(["compare", "--model", model, option, ""]) == 2
+        assert f"argument {option}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--length", "100000000"], "--length 100000000: 100,000,000 positions are more than the 4,096"),
+        (
+            ["--max-new-tokens", "100000000"],
+            "--max-new-tokens 100000000: 100,000,000 positions are more than the 4,096",
+        ),
+        (["--max-new-tokens", "4000"], "prompt tokens and --max-new-tokens 4000: "),
+        (["--prompt-number", "-1"], "--prompt-number must be at least 0, got -1"),
+    ],
+)
+def test_compare_refuses_sizes_before_anything_slow(model, monkeypatch, capsys, options, said):
+    from latent_santa.eval.run import models
+
+    monkeypatch.setattr(models, "load", None)
+    start = time.monotonic()
+    assert code_of(["compare", "--model", model, "--length", "600", *options]) == 2
+    assert said in capsys.readouterr().err
+    assert time.monotonic() - start < 5
+
+
+def test_a_cache_that_cannot_fit_is_refused_by_its_size(tmp_path, model, monkeypatch, capsys):
+    """Without a limit of positions the free memory decides; prompts that the disk cannot hold are refused too."""
+    from latent_santa.eval.run import models, sizes
+
+    config = models.load_config(models.ModelSpec(model))
+    assert sizes.cache_bytes(config, 10, "float32") == 10 * 2 * (16 + 8) * 4
+    monkeypatch.setattr(models, "load", None)
+    monkeypatch.setattr(models, "context_limit", lambda config: None)
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: 1 << 20)
+    for words in (["compare"], ["ruler", "--out", str(tmp_path / "run")]):
+        assert main([*words, "--model", model, "--length", "1000000"]) == 2
+        assert "a cache of 1,000,000 rows takes 0.2 GiB and cpu has 0.0 GiB free" in capsys.readouterr().err
+    assert main(["ruler", "--model", model, *OPTIONS, "--n", "10000000000", "--out", str(tmp_path / "run")]) == 2
+    assert "20,000,000,000 prompts of 256 tokens take about" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_late_prompt_needs_no_earlier_one(model, capsys):
+    start = time.monotonic()
+    words = ["compare", "--model", model, "--length", "600", "--max-new-tokens", "2", "--methods", "dense"]
+    assert main([*words, "--prompt-number", "1000000"]) == 0
+    assert "dense (SDPA)" in capsys.readouterr().out
+    assert time.monotonic() - start < 20
+
+
+def test_help_imports_no_torch_and_names_tasks_and_an_example():
+    code = (
+        "import sys; from latent_santa.eval.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print(sorted(sys.modules.keys() & {'torch', 'transformers', 'numpy'}), file=sys.stderr)"
+    )
+    for command, words in {
+        "ruler": ["niah_multikey_3", "facts_hard", "Example: latent-santa ruler", "minutes", "Algorithm 3"],
+        "compare": ["Example: latent-santa compare", "Equation 14", "(default: per_head,pooled)"],
+        "report": ["Example: latent-santa report"],
+    }.items():
+        shown = subprocess.run(
+            [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert shown.stderr.strip() == "[]"
+        text = " ".join(shown.stdout.split())
+        assert all(word in text for word in words), (command, words)
+
+
+def test_options_have_the_defaults_and_choices_of_the_settings():
+    """They are stated twice so that --help needs no PyTorch; here they must agree."""
+    import argparse
+
+    from latent_santa.config import CHOICES, SantaConfig
+    from latent_santa.eval.commands import options
+
+    parser = argparse.ArgumentParser()
+    options.add_model_options(parser, "builtin:tiny")
+    options.add_method_options(parser, "", "")
+    args = parser.parse_args([])
+    assert options.base_config(args, options.model_spec(args)) == SantaConfig(method="dense")
+    args.budgets, args.parents = [512], ["kmeans"]
+    dense, *sparse = options.conditions(args)
+    assert len(sparse) == 2
+    fields = {name: getattr(SantaConfig(), name) for name in ("budget", "parents", "parent_size", "representatives")}
+    assert {name: getattr(sparse[0], name) for name in fields} == fields
+    choices = {action.dest: tuple(action.choices) for action in parser._actions if action.choices}
+    shared = {name: CHOICES[name] for name in options.SHARED if name in CHOICES}
+    assert {name: choices[name] for name in shared} == shared
+
+
+def test_two_processes_do_not_share_a_run(tmp_path, model, finished, capsys):
+    """The second is told who writes, and changes nothing, whatever it asks for."""
+    import shutil
+
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time; from pathlib import Path; from latent_santa.eval.run.locks import run_lock\n"
+            "with run_lock(Path(sys.argv[1]), True): print('held', flush=True); time.sleep(600)",
+            out,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        before = results(out)
+        assert main(["ruler", "--model", model, *OPTIONS, "--n", "1", "--out", str(out), "--resume"]) == 2
+        assert f"is being written to by process {holder.pid} on" in capsys.readouterr().err
+        assert results(out) == before
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    assert main(["ruler", "--model", model, *OPTIONS, "--out", str(out), "--resume"]) == 0
+    assert results(out) == before
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_stopped_run_says_what_is_kept(tmp_path, model, monkeypatch, capsys, stop):
+    from latent_santa.eval.run import store
+
+    append, left = store.Store.append, [3]
+
+    def stopping(self, slug, result):
+        left[0] -= 1
+        if left[0] < 0:
+            raise stop
+        append(self, slug, result)
+
+    monkeypatch.setattr(store.Store, "append", stopping)
+    out = tmp_path / "run"
+    words = ["ruler", "--model", model, *OPTIONS, "--out", str(out)]
+    assert main(words) == (130 if isinstance(stop, KeyboardInterrupt) else 2)
+    said = capsys.readouterr().err
+    assert f"every result up to here is kept in {out}; the same command with --out {out} --resume goes on" in said
+    assert ("interrupted" in said) == isinstance(stop, KeyboardInterrupt)
+    monkeypatch.setattr(store.Store, "append", append)
+    assert len(store.Store(out).results("dense")) == 3
+    assert main([*words, "--resume"]) == 0
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_full_disk_is_told_in_words(tmp_path, model, finished, monkeypatch, capsys, command):
+    import shutil
+
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    words = {
+        "report": ["report", str(out)],
+        "compare": ["compare", "--model", model, "--length", "600", "--methods", "dense", "--max-new-tokens", "2"],
+    }
+    monkeypatch.setattr(os, "fsync", full)
+    assert main([*words[command], *(["--json", str(tmp_path / "x.json")] if command == "compare" else [])]) == 2
+    name = "summary.json" if command == "report" else "x.json"
+    assert f"{name}: No space left on device; files that were there before are as they were" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import struct
+import sys
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
+from latent_santa.eval.cli import main
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import paper_tables, plots, tables
 from latent_santa.eval.report.summary import exit_code, pooled_access, summarise, write_reports
@@ -228,7 +231,8 @@ def test_files_are_rebuilt_the_same(tmp_path):
 
 def test_without_results_there_is_no_picture(tmp_path):
     summary = summarise(make_run(tmp_path, {DENSE: same([None] * 4)}))
-    assert plots.access_accuracy(summary) is None
+    with pytest.raises(plots.NoPicture, match="no setting has all of its results yet"):
+        plots.access_accuracy(summary)
     assert tables.markdown(summary).count("| dense (SDPA) | - | - |") == 4
 
 
@@ -260,3 +264,56 @@ def test_conditions_expand_check_and_name_themselves():
         expand(["santa++"], [128], ["mean"], ["kmeans"], [(16, 4)], [16])
     with pytest.raises(EvalError, match="S=130.*divisible by P/R = 4"):
         expand(["santa++"], [130], ["pooled"], ["kmeans"], [(16, 4)], [16])
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("matplotlib", "matplotlib is not installed: pip install 'latent-santa[eval]'"),
+        ("matplotlib.backends.backend_agg", "matplotlib does not import (No module named 'matplotlib.backends.backend"),
+    ],
+)
+def test_what_the_picture_needs_is_said(tmp_path, monkeypatch, module, said):
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name == module:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    _, notes = write_reports(make_run(tmp_path, {DENSE: same([1, 1, 1, 1])}))
+    assert len(notes) == 1 and notes[0].startswith(f"no picture: {said}")
+    assert not (tmp_path / "access_accuracy.png").exists() and (tmp_path / "table.md").exists()
+
+
+def test_damaged_results_are_named_in_the_table(tmp_path):
+    store = make_run(tmp_path, {DENSE: same([1, 1, 1, 1])})
+    path = store.results_directory / "dense.jsonl"
+    path.write_text(path.read_text().replace('"score": 1', '"score": NaN', 1))
+    summary = summarise(Store(tmp_path))
+    assert "dense.jsonl: 1 results do not count: score is nan" in summary["warnings"]
+    assert summary["conditions"][0]["cells"]["mean"]["score"] is None and exit_code(summary) == 1
+    assert "nan" not in tables.markdown(summary).replace("score is nan", "").lower()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"settings": {"tasks": "fwe"}}, "settings.tasks is 'fwe', not of type list"),
+        ({"settings": {"n": None}}, "settings.n is None, not of type int"),
+        ({"origin": {"data": 3}}, "origin.data is 3, not of type str"),
+        ({"conditions": [{"method": "magic"}]}, "conditions.*magic"),
+        ({"conditions": [{"method": "dense", "temperature": 2}]}, "conditions.*temperature"),
+        ({"conditions": ["dense"]}, "conditions.*'dense'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "paper"])
+def test_a_run_of_another_shape_is_refused_by_name(tmp_path, capsys, change, said, command):
+    store = make_run(tmp_path, {DENSE: same([1, 1, 1, 1])})
+    manifest = store.manifest()
+    for name, value in change.items():
+        manifest[name] = manifest[name] | value if isinstance(value, dict) else value
+    store.write_manifest(manifest)
+    assert main([command, str(tmp_path)]) == 2
+    assert re.search(f"manifest.json.*{said}", capsys.readouterr().err)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from latent_santa.eval.errors import EvalError
+from latent_santa.eval.run import locks
+from latent_santa.eval.run import store as store_module
+from latent_santa.eval.run.locks import run_lock
 from latent_santa.eval.run.store import Prompt, Store, differences, write_atomic
 from latent_santa.eval.sources.samples import make_sample
 
@@ -27,7 +34,9 @@ def store(tmp_path) -> Store:
 
 def result(store: Store, i: int, **more) -> dict:
     sample = PROMPTS[i].sample
-    return {"id": sample.id, "run": store.manifest()["key"], "text_sha256": sample.text_sha256, "score": i / 4} | more
+    made = {"id": sample.id, "run": store.manifest()["key"], "text_sha256": sample.text_sha256, "score": i / 4}
+    made |= {"output": "text", "n_new": 3, "hit_cap": False, "sparse_calls": 3, "access": {"numerator": 5}}
+    return made | more
 
 
 def test_write_atomic_replaces_or_leaves_alone(tmp_path, monkeypatch):
@@ -154,3 +163,123 @@ def test_differences_name_what_changed():
         "weights.commit: 'a' then, 'b' now",
     ]
     assert differences(old, old) == []
+
+
+def test_a_merge_keeps_results_of_other_runs_and_conditions(store):
+    for other in ({"run": "another"}, {"condition": "santa_s16"}):
+        store.append("dense", result(store, 1, **other))
+    store.append("dense", result(store, 0))
+    store.merge("dense")
+    lines = [json.loads(line) for line in (store.results_directory / "dense.jsonl").read_text().splitlines()]
+    assert lines == [
+        result(store, 0),
+        result(store, 1, run="another"),
+        result(store, 1, condition="santa_s16"),
+    ]
+
+
+def test_a_result_added_during_a_merge_waits_and_is_kept(store, monkeypatch):
+    """The other process arrives after the merge has read the file, and before it has put the new one in place."""
+    for i in (0, 1):
+        Store(store.directory, i, 2).append("dense", result(store, i))
+    adding = threading.Thread(target=Store(store.directory, 1, 2).append, args=("dense", result(store, 2)))
+    write = store_module.write_atomic
+
+    def late(path, content):
+        adding.start()
+        adding.join(0.2)
+        assert adding.is_alive()
+        write(path, content)
+
+    monkeypatch.setattr(store_module, "write_atomic", late)
+    store.merge("dense")
+    adding.join()
+    assert set(store.results("dense")) == {"qa/000000", "qa/000001", "qa/000002"}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"score": float("nan")}, "score is nan"),
+        ({"score": "0.5"}, "score is '0.5'"),
+        ({"score": 75}, "score is 75"),
+        ({"hit_cap": "no"}, "hit_cap is 'no'"),
+        ({"access": [1]}, "access is [1]"),
+        ({"access": {"numerator": "many"}}, "access is {'numerator': 'many'}"),
+        ({"sparse_calls": None}, "sparse_calls is None"),
+        ({"error": 5}, "error is no text"),
+        ({"condition": "santa_s16"}, "they are of 'santa_s16', so the file was renamed"),
+    ],
+)
+def test_a_damaged_result_does_not_count_and_is_named(store, more, said):
+    store.append("dense", result(store, 0, **more))
+    store.append("dense", result(store, 1))
+    assert set(store.results("dense")) == {"qa/000001"}
+    assert store.damaged() == [f"dense.jsonl: 1 results do not count: {said}"]
+
+
+def test_a_damaged_manifest_is_refused_in_words(tmp_path, store):
+    good = store.manifest()
+
+    def refusal(content) -> str:
+        store.manifest_path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        with pytest.raises(EvalError) as caught:
+            Store(tmp_path).manifest()
+        return str(caught.value)
+
+    assert "is not JSON ('utf-8' codec can't decode" in refusal(b"\xff\xfe{}")
+    assert "format 2; this version reads 1; a newer version of latent-santa wrote it" in refusal(good | {"format": 2})
+    assert "has format 'x'; this version reads 1" in refusal(good | {"format": "x"})
+    assert "its settings is [1], not a dict" in refusal(good | {"settings": [1]})
+    assert "its conditions is 'all', not a list" in refusal(good | {"conditions": "all"})
+    store.manifest_path.unlink()
+    store.manifest_path.mkdir()
+    with pytest.raises(EvalError, match="manifest.json cannot be read: Is a directory"):
+        Store(tmp_path).manifest()
+    assert Store(tmp_path).frozen
+
+
+def test_a_full_disk_is_named_with_its_file(store, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store.append("dense", result(store, 0))
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (lambda: store.append("dense", result(store, 1)), lambda: write_atomic(store.directory / "x", "y")):
+        with pytest.raises(OSError, match="No space left on device: '.*(dense.jsonl|x)'"):
+            write()
+    assert "qa/000000" in store.results("dense") and not (store.directory / "x").exists()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from latent_santa.eval.run.locks import run_lock
+with run_lock(Path(sys.argv[1]), True):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_process_holds_a_run_until_it_ends(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(EvalError, match=f"is being written to by process {holder.pid} on .* since "):
+            with run_lock(tmp_path, True):
+                pass
+    finally:
+        holder.kill()  # as a crash does: the lock ends with its process, its file stays
+        holder.wait()
+        holder.stdout.close()
+    assert [path.name for path in tmp_path.iterdir()] == [locks.NAME]
+    with run_lock(tmp_path, True) as note:
+        assert note is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_system_without_locks_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "fcntl", None)
+    with run_lock(tmp_path / "run", True) as note:
+        assert note.startswith("this system has no file locks: let no other process write to")
+    assert not (tmp_path / "run").exists()

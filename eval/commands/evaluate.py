@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from latent_santa.config import SantaConfig
+from latent_santa.eval.commands import options
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import tables
 from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.summary import data_statement, exit_code, write_reports
-from latent_santa.eval.run import freeze, models
-from latent_santa.eval.run.conditions import Condition, checked_config, expand
+from latent_santa.eval.run import freeze, models, sizes
+from latent_santa.eval.run.conditions import Condition
+from latent_santa.eval.run.locks import run_lock
 from latent_santa.eval.run.processes import Processes, join
 from latent_santa.eval.run.progress import Progress
 from latent_santa.eval.run.render import Renderer
@@ -30,79 +34,29 @@ CPU_PREFILL_BYTES = 2 << 30
 
 @dataclass
 class Evaluation:
-    """A checked plan: nothing slow has happened yet, and nothing was written."""
+    """A checked plan: nothing slow has happened yet, and nothing was written.
 
-    args: argparse.Namespace
+    config         what all settings share
+    limit          positions of the model, None where its configuration does not say
+    settings       everything that decides results; a resumed run must have the same
+    batch_size     most prompts generated together
+    floor          least dense score in percent on single needles
+    keep_prefills  GiB of prefills to keep, None for a share of what is free
+    """
+
     spec: models.ModelSpec
     tokenizer: Any
     renderer: Renderer
     request: Request
+    config: SantaConfig
     conditions: tuple[Condition, ...]
     limit: int | None
     settings: dict[str, Any]
+    batch_size: int
+    floor: float
+    keep_prefills: float | None
+    plot: bool
     console: Console
-
-    @classmethod
-    def prepare(cls, args: argparse.Namespace, console: Console | None = None) -> Evaluation:
-        """Check all options, loading no more than configuration and tokenizer. Raises EvalError."""
-        spec = models.ModelSpec(
-            args.model, args.revision, args.dtype, args.quant, args.device, args.device_map, args.offline
-        )
-        tasks = resolve_tasks(args.tasks, family(args.data, spec.tiny))
-        conditions = expand(args.methods, args.budgets, args.estimators, args.parents, args.teams, args.centroid_sizes)
-        if not args.dry_run:
-            spec.check()
-        base_config(args, spec)
-        config = models.load_config(spec)
-        models.check_supported(spec, config)
-        tokenizer = models.load_tokenizer(spec)
-        renderer = Renderer(tokenizer, args.answer_prefix, args.chat_template)
-        limit = args.context_limit or models.context_limit(config)
-        if limit is not None and args.length > limit:
-            raise EvalError(
-                f"--length {args.length} exceeds the model's limit of {limit} positions; use a shorter length, or "
-                "--context-limit if the model is known to take more"
-            )
-        request = Request(
-            args.data,
-            tasks,
-            args.n,
-            args.length,
-            args.data_seed,
-            args.select,
-            args.haystack,
-            args.hub_revision,
-            args.offline,
-        )
-        settings = {
-            "model": spec.name,
-            "revision": spec.revision,
-            "weights": models.identity(spec, config),
-            "dtype": spec.resolved_dtype(),
-            "quant": spec.quant,
-            "device": spec.resolved_device().partition(":")[0],
-            "device_map": spec.device_map,
-            "data": args.data,
-            "hub_revision": args.hub_revision if args.data == "hub" else None,
-            "haystack": args.haystack if args.data == "builtin" else None,
-            "tasks": list(tasks),
-            "n": args.n,
-            "length": args.length,
-            "select": args.select,
-            "data_seed": args.data_seed,
-            "seed": args.seed,
-            "kmeans_seed": args.kmeans_seed,
-            "kmeans_engine": args.kmeans_engine,
-            "noise": args.noise,
-            "routing_dtype": args.routing_dtype,
-            "backend": args.backend,
-            "batch_size": args.batch_size,
-            "first_token": "replay",
-            "context_limit": limit,
-            **renderer.fingerprint(),
-        }
-        console = console or Console(stderr=True)
-        return cls(args, spec, tokenizer, renderer, request, conditions, limit, settings, console)
 
     def prompts(self, quiet: bool = False) -> tuple[list[Prompt], dict[str, Any], list[str]]:
         """Build the prompts, with progress."""
@@ -112,11 +66,57 @@ class Evaluation:
             progress.end_stage()
         return made
 
-    def _check_directory(self, store: Store) -> None:
-        """Raises EvalError if the directory holds a run that cannot be gone on with."""
+    def run(self, out: Path, resume: bool = False, quick: list[str] | None = None) -> int:
+        """Freeze or resume, generate what is missing, write and show the tables.
+
+        out     directory of the run
+        quick   options that were filled in for a first look, for the greeting
+
+        Returns `summary.exit_code`. Raises EvalError.
+        """
+        processes = join()
+        store = Store(Path(processes.share(str(out))), processes.rank, processes.world)
+        if processes.world > 1 and self.spec.device_map:
+            raise EvalError("--device-map spreads one model over all GPUs; start it as one process, without a launcher")
+        if processes.first:
+            check_writable(store.directory)
+        with run_lock(store.directory, processes.first) as unlocked, _kept(store, processes.first):
+            if processes.first:
+                if unlocked:
+                    self._say(f"note: {unlocked}")
+                self._begin(store, resume)
+                self._announce(store, quick or [])
+            processes.wait()
+            if not processes.first:
+                freeze.check_resume(store, self.settings, self.conditions)
+            with Progress(self.console, quiet=not processes.first) as progress:
+                self._generate(store, progress, processes)
+            processes.wait()
+            code = self._report(store) if processes.first else 0
+        processes.close()
+        return code
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def _begin(self, store: Store, resume: bool) -> None:
+        """Freeze a new run, or see that the one in the directory can go on."""
+        self._check_directory(store, resume)
+        store.sweep()
+        if store.frozen:
+            freeze.extend(store, self.conditions)
+        else:
+            prompts, origin, warnings = self.prompts()
+            freeze.new_run(store, self.settings, self.conditions, prompts, origin, warnings)
+        for condition in self.conditions:
+            store.merge(condition.slug)
+
+    def _check_directory(self, store: Store, resume: bool) -> None:
+        """Raises EvalError if the directory holds a run that cannot go on."""
         if not store.frozen:
             return
-        if not self.args.resume:
+        store.complete_manifest()
+        if not resume:
             raise EvalError(f"{store.directory} holds a run: --resume goes on with it, another --out starts a new one")
         try:
             notes = freeze.check_resume(store, self.settings, self.conditions)
@@ -127,64 +127,21 @@ class Evaluation:
             store.thaw()
             notes = ["the run had no results yet and begins anew, with the settings given now"]
         for note in notes:
-            self.console.print(f"note: {note}", markup=False, highlight=False)
+            self._say(f"note: {note}")
 
-    def run(self) -> int:
-        """Freeze or resume, generate what is missing, write and show the tables.
-
-        Returns `summary.exit_code`.
-        """
-        processes = join()
-        store = Store(Path(processes.share(str(self.args.out))), processes.rank, processes.world)
-        if processes.world > 1 and self.args.device_map:
-            raise EvalError("--device-map spreads one model over all GPUs; start it as one process, without a launcher")
-        if processes.first:
-            check_writable(store.directory)
-            self._check_directory(store)
-            store.sweep()
-            if store.frozen:
-                freeze.extend(store, self.conditions)
-            else:
-                prompts, origin, warnings = self.prompts()
-                freeze.new_run(store, self.settings, self.conditions, prompts, origin, warnings)
-            for condition in self.conditions:
-                store.merge(condition.slug)
-            self._announce(store)
-        processes.wait()
-        if not processes.first:
-            self._check_frozen(store)
-        with Progress(self.console, quiet=not processes.first) as progress:
-            self._generate(store, progress, processes)
-        processes.wait()
-        code = 0
-        if processes.first:
-            for condition in self.conditions:
-                store.merge(condition.slug)
-            summary, notes = write_reports(store, self.args.plot)
-            show(summary, store.directory, notes)
-            code = exit_code(summary)
-        processes.close()
-        return code
-
-    def _check_frozen(self, store: Store) -> None:
-        freeze.check_resume(store, self.settings, self.conditions)
-
-    def _announce(self, store: Store) -> None:
-        def say(text: str, style: str | None = None) -> None:
-            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-        if self.args.quick:
-            say(
-                f"A quick first look with {' '.join(self.args.quick)}: few prompts, so wide intervals. Any of these "
-                "options can be given."
+    def _announce(self, store: Store, quick: list[str]) -> None:
+        if quick:
+            self._say(
+                f"A quick first look with {' '.join(quick)}: few prompts, so wide intervals. Any of these options can "
+                "be given."
             )
         manifest = store.manifest()
-        say(f"Run in {store.directory}: {data_statement(manifest)}.")
+        self._say(f"Run in {store.directory}: {data_statement(manifest)}.")
         first = store.prompts()[0].sample
         tail = self.renderer.text(first.input, first.answer_prefix)[-120:]
-        say(f"The first prompt ends in {tail!r}")
-        for warning in manifest["warnings"]:
-            say(f"warning: {warning}", style="yellow")
+        self._say(f"The first prompt ends in {tail!r}")
+        for warning in [*manifest["warnings"], *store.damaged()]:
+            self._say(f"warning: {warning}", "yellow")
 
     def _generate(self, store: Store, progress: Progress, processes: Processes) -> None:
         wanted = {prompt.sample.id for prompt in store.prompts()[processes.rank :: processes.world]}
@@ -195,31 +152,130 @@ class Evaluation:
         from latent_santa.patches.team_store import TeamStore
 
         if processes.first and (note := self.spec.sharing(processes.local_world)):
-            self.console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+            self._say(f"note: {note}")
         loaded = models.load(self.spec, self.tokenizer, processes.local_rank)
         if self.spec.quant != "none" and processes.first:
             counts = "{quantised_layers} of {linear_layers}".format_map(loaded.facts)
-            self.console.print(f"{self.spec.quant}: {counts} linear layers are quantised", highlight=False)
+            self._say(f"{self.spec.quant}: {counts} linear layers are quantised")
         try:
-            handle = patch(loaded.model, base_config(self.args, self.spec))
+            handle = patch(loaded.model, self.config)
         except NotImplementedError as error:
             raise EvalError(f"--model {self.spec.name}: {error}") from error
         handle.team_store = TeamStore()
-        if limit := prefill_bytes(self.args.keep_prefills, self.spec, processes):
+        if limit := prefill_bytes(self.keep_prefills, self.spec, processes):
             handle.prefill_store = PrefillStore(limit)
         with handle:
-            runner = Runner(
+            Runner(
                 store,
                 loaded.model,
                 handle,
                 self.renderer,
-                self.args.seed,
-                self.args.floor,
+                self.config.seed,
+                self.floor,
                 progress,
                 processes,
-                self.args.batch_size,
-            )
-            runner.run(self.conditions)
+                self.batch_size,
+            ).run(self.conditions)
+
+    def _report(self, store: Store) -> int:
+        for condition in self.conditions:
+            store.merge(condition.slug)
+        summary, notes = write_reports(store, self.plot)
+        show(summary, store.directory, notes)
+        return exit_code(summary)
+
+
+def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluation:
+    """Check all options of `ruler`, loading no more than configuration and tokenizer. Raises EvalError."""
+    spec = options.model_spec(args, check=not args.dry_run)  # the plan of another machine can be looked at here
+    tasks = resolve_tasks(args.tasks, family(args.data, spec.tiny))
+    conditions = options.conditions(args)
+    base = options.base_config(args, spec)
+    config = models.load_config(spec)
+    models.check_supported(spec, config)
+    limit = args.context_limit or models.context_limit(config)
+    if limit is not None and args.length > limit:
+        raise EvalError(
+            f"--length {args.length} exceeds the model's limit of {limit} positions; use a shorter length, or "
+            "--context-limit if the model is known to take more"
+        )
+    if not args.dry_run:
+        asked = f"--length {args.length} with --batch-size {args.batch_size}"
+        sizes.check_cache(config, args.length * args.batch_size, spec, asked)
+    sizes.check_disk(args.out or Path("out"), args.n * len(tasks), args.length)
+    tokenizer = models.load_tokenizer(spec)
+    renderer = Renderer(tokenizer, args.answer_prefix, args.chat_template)
+    request = Request(
+        data=args.data,
+        tasks=tasks,
+        n=args.n,
+        length=args.length,
+        seed=args.data_seed,
+        select=args.select,
+        haystack=args.haystack,
+        hub_revision=args.hub_revision,
+        offline=args.offline,
+    )
+    settings = {
+        **_model_settings(spec, config),
+        **_prompt_settings(request),
+        **{name: getattr(base, name) for name in (*options.SHARED, "first_token")},
+        **renderer.fingerprint(),
+        "batch_size": args.batch_size,
+        "context_limit": limit,
+    }
+    return Evaluation(
+        spec,
+        tokenizer,
+        renderer,
+        request,
+        base,
+        conditions,
+        limit,
+        settings,
+        args.batch_size,
+        args.floor,
+        args.keep_prefills,
+        args.plot,
+        console or Console(stderr=True),
+    )
+
+
+def _model_settings(spec: models.ModelSpec, config: Any) -> dict[str, Any]:
+    return {
+        "model": spec.name,
+        "revision": spec.revision,
+        "weights": models.identity(spec, config),
+        "dtype": spec.resolved_dtype(),
+        "quant": spec.quant,
+        "device": spec.resolved_device().partition(":")[0],
+        "device_map": spec.device_map,
+    }
+
+
+def _prompt_settings(request: Request) -> dict[str, Any]:
+    found = asdict(request) | {"tasks": list(request.tasks), "data_seed": request.seed}
+    del found["seed"], found["offline"], found["start"]
+    found["hub_revision"] = request.hub_revision if request.data == "hub" else None
+    found["haystack"] = request.haystack if request.data == "builtin" else None
+    return found
+
+
+@contextmanager
+def _kept(store: Store, first: bool) -> Iterator[None]:
+    """Say what is kept, and how to go on, when the user or the disk stops the run."""
+    try:
+        yield
+    except (KeyboardInterrupt, OSError) as error:
+        if not store.frozen or not first:
+            raise
+        told = (
+            f"every result up to here is kept in {store.directory}; the same command with --out {store.directory} "
+            "--resume goes on with it"
+        )
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(told) from error
+        raise EvalError(f"{error.filename or store.directory}: {error.strerror or error}; {told}") from error
 
 
 def prefill_bytes(gib: float | None, spec: models.ModelSpec, processes: Processes) -> int:
@@ -279,11 +335,8 @@ def show(summary: dict[str, Any], directory: Path, notes: list[str]) -> None:
     for note in [*tables.notes(summary), *notes]:
         console.print(f"- {note}", markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"All tables: {directory / 'table.md'}; report {directory} rebuilds them.", markup=False, highlight=False
+        f"All tables: {directory / 'table.md'}; `latent-santa report {directory}` rebuilds them.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
     )
-
-
-def base_config(args: argparse.Namespace, spec: models.ModelSpec) -> SantaConfig:
-    """What all conditions of a run share. Raises EvalError."""
-    names = ("seed", "kmeans_seed", "kmeans_engine", "noise", "routing_dtype", "backend")
-    return checked_config(spec.resolved_device(), method="dense", **{name: getattr(args, name) for name in names})

@@ -1,48 +1,200 @@
-"""What the commands share in reading options: which model to load, and lists of integers."""
+"""Every option that several commands have, defined once: its spelling, its default and what it refuses.
+
+No module that is imported here may import torch, so that --help answers at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run.models import DTYPES, QUANTS, ModelSpec
 
+if TYPE_CHECKING:
+    from latent_santa.config import SantaConfig
+    from latent_santa.eval.run.conditions import Condition
+
+# SantaConfig's fields that are one option each, and equal in all settings of a run
+SHARED = ("noise", "routing_dtype", "backend", "kmeans_engine", "seed", "kmeans_seed")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something, and keeps the paragraphs of a description."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False or "default" in (action.help or "")
+        return action.help if silent else super()._get_help_string(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+
+
+def values(kind: Callable[[str], Any], example: str) -> Callable[[str], list[Any]]:
+    """Parser of a list of `kind` separated by commas; it refuses an empty list, or an empty or wrong entry."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            return [kind(word(part.strip())) for part in text.split(",")]
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: give values separated by commas, such as {example}") from error
+
+    return parse
+
+
+def word(text: str) -> str:
+    """A text that is not empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: give a value, or leave the option out")
+    return text
+
+
+def path(text: str) -> Path:
+    """A path that is not empty: an empty one would mean the current directory."""
+    return Path(word(text))
+
+
+def team(text: str) -> tuple[int, int]:
+    """P/R as two numbers."""
+    size, _, representatives = text.partition("/")
+    return int(size), int(representatives)
+
 
 def add_model_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add --model and what belongs to it."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
+    """Add --model and what belongs to it. Without a default --model must be given."""
+    add = parser.add_argument_group("model").add_argument
+    add(
         "--model",
+        type=word,
         default=default,
         required=default is None,
         metavar="ID_OR_PATH",
-        help="hub id, local directory, or builtin:tiny, the embedded MLA model",
+        help="hub id (OWNER/NAME), directory, or builtin:tiny, the embedded MLA model",
     )
-    group.add_argument("--revision", help="hub revision of the model")
-    group.add_argument(
-        "--dtype", default="auto", choices=DTYPES, help="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
-    )
-    group.add_argument(
+    add("--revision", type=word, help="hub revision of the model")
+    add("--dtype", default="auto", choices=DTYPES, help="weights and cache; auto: float32 on a CPU, else bfloat16")
+    add(
         "--quant",
         default="none",
         choices=QUANTS,
         help="int8: bitsandbytes LLM.int8 except kv_b_proj and lm_head, as in Appendix F",
     )
-    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
-    group.add_argument("--device-map", help='"auto" spreads one model over several GPUs')
-    group.add_argument("--offline", action="store_true", help="local files and the hub cache only")
+    add("--device", type=word, default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
+    add("--device-map", type=word, help="auto: one model over several GPUs")
+    add("--offline", action="store_true", help="local files and the hub cache only")
 
 
-def model_spec(args: argparse.Namespace) -> ModelSpec:
-    """The checked specification.
+def add_prompt_options(parser: argparse.ArgumentParser, length: int | None, shown: str = "%(default)s") -> Any:
+    """Add --length and how a prompt is rendered; returns the group, for a command's own options.
+
+    length  the default in tokens, None where it depends on the model; `shown` is then its text
+    """
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--length", type=int, default=length, help=f"tokens of prompt and answer together (default: {shown})"
+    )
+    group.add_argument(
+        "--chat-template",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the tokenizer's chat template, if it has one",
+    )
+    group.add_argument(
+        "--answer-prefix",
+        default="assistant",
+        choices=("assistant", "user", "none"),
+        help="whose turn the beginning of the answer stands in",
+    )
+    return group
+
+
+def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: str) -> None:
+    """Add the settings of the method; the texts say the defaults of --budgets and --parents by model."""
+    add = parser.add_argument_group("method (Section 2, Appendix A)").add_argument
+    add(
+        "--methods",
+        type=values(str, "dense,santa++"),
+        default="dense,santa++",
+        help="of dense, santa++ (Algorithm 1), santa, centroid (Appendix B.2) and what else is registered",
+    )
+    add(
+        "--budgets",
+        type=values(int, "128,256"),
+        help=f"S, nominal budgets; each head selects K = S / (P / R) teams (default: {budgets})",
+    )
+    add(
+        "--estimators",
+        type=values(str, "per_head,pooled"),
+        default="per_head,pooled",
+        help="whose teams a head uses: its own (per_head), or the union's (pooled)",
+    )
+    add(
+        "--parents",
+        type=values(str, "kmeans,contiguous"),
+        help=f"of kmeans (Algorithm 3) and contiguous (Algorithm 4) (default: {parents})",
+    )
+    add("--parent-size", type=int, help="P, nominal rows per parent (default: 16)")
+    add("--representatives", type=int, help="R, most representatives per parent (default: 4)")
+    add("--teams", type=values(team, "16/4,16/1"), help="several P/R at once, instead of the two options above")
+    add("--centroid-sizes", type=values(int, "16,32"), default="16", help="B, nominal rows per cluster of centroid")
+    add(
+        "--noise",
+        default="independent",
+        choices=("independent", "shared"),
+        help="Gumbel noise: one draw per head, or one shared by the heads that share rows",
+    )
+    add(
+        "--routing-dtype",
+        default="model",
+        choices=("model", "int8", "int4"),
+        help="format of the frozen routing keys (model: the cache's); it changes bytes read, not rows",
+    )
+    add(
+        "--backend",
+        default="auto",
+        choices=("auto", "torch", "triton"),
+        help="operators of sampled attention; auto: Triton for rows on a GPU where it can run, else PyTorch",
+    )
+    add(
+        "--kmeans-engine",
+        default="auto",
+        choices=("auto", "sklearn", "torch"),
+        help="k-means of the parents; auto: PyTorch for rows on a GPU, else scikit-learn",
+    )
+    add("--seed", type=int, default=0, help="base seed of the sampling noise")
+    add("--kmeans-seed", type=int, default=0, help="seed of k-means")
+
+
+def model_spec(args: argparse.Namespace, check: bool = True) -> ModelSpec:
+    """The specification of the model, checked unless nothing will run.
 
     Raises:
         EvalError: options that cannot go together; nothing has been loaded yet.
     """
     spec = ModelSpec(args.model, args.revision, args.dtype, args.quant, args.device, args.device_map, args.offline)
-    spec.check()
+    if check:
+        spec.check()
     return spec
+
+
+def base_config(args: argparse.Namespace, spec: ModelSpec) -> SantaConfig:
+    """What all settings of a run share. Raises EvalError."""
+    from latent_santa.eval.run.conditions import checked_config
+
+    return checked_config(spec.resolved_device(), method="dense", **{name: getattr(args, name) for name in SHARED})
+
+
+def conditions(args: argparse.Namespace) -> tuple[Condition, ...]:
+    """Every asked combination of method and settings, dense first. Raises EvalError."""
+    from latent_santa.eval.run.conditions import expand
+
+    if args.teams and (args.parent_size, args.representatives) != (None, None):
+        raise EvalError("--teams replaces --parent-size and --representatives: give one or the other")
+    at_least(args, parent_size=1, representatives=1)
+    teams = args.teams or [(args.parent_size or 16, args.representatives or 4)]
+    return expand(args.methods, args.budgets, args.estimators, args.parents, teams, args.centroid_sizes)
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

@@ -32,9 +32,14 @@ def run(args: argparse.Namespace) -> int:
 
     from latent_santa.eval.errors import EvalError
     from latent_santa.eval.report import paper_tables, tables
+    from latent_santa.eval.run.conditions import from_manifest
     from latent_santa.eval.run.store import Store
 
-    manifest = Store(args.directory).manifest() if args.directory else None
+    manifest = None
+    if args.directory:
+        store = Store(args.directory)
+        manifest = store.complete_manifest()
+        from_manifest(manifest, store.manifest_path)
     chosen = [table for table in paper_tables.TABLES if args.table is None or _holds(table.number, args.table)]
     if not chosen:
         numbers = ", ".join(table.number for table in paper_tables.TABLES)

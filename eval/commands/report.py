@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from latent_santa.eval.commands.options import Help, path
 
 
 def add_parser(subparsers: Any) -> None:
@@ -12,9 +13,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
         help="rebuild the tables and pictures of a finished or interrupted run",
-        description="Rebuild summary.json, summary.csv, table.md and access_accuracy.png of a run. No model is loaded.",
+        description="Rebuild summary.json, summary.csv, table.md and access_accuracy.png of a run. No model is loaded."
+        "\n\nExample: latent-santa report out/tiny",
+        formatter_class=Help,
     )
-    parser.add_argument("directory", type=Path, help="directory of the run (its --out)")
+    parser.add_argument("directory", type=path, help="directory of the run (its --out)")
     parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw access_accuracy.png")
     parser.set_defaults(run=run)
 

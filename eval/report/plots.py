@@ -11,16 +11,22 @@ from latent_santa.eval.report.tables import lines_of
 _MARKERS = "osD^vPX*<>"
 
 
-def access_accuracy(summary: dict[str, Any]) -> bytes | None:
-    """A PNG: one line a method with 95 % intervals, budgets beside the points, and the dense level with its interval.
+class NoPicture(Exception):
+    """Why nothing can be drawn, and what to do."""
 
-    None without matplotlib, or while no condition is complete.
+
+def access_accuracy(summary: dict[str, Any]) -> bytes:
+    """A PNG: one line per method with 95 % intervals, budgets beside the points, and dense's level with its interval.
+
+    Raises NoPicture where matplotlib does not import, or while no condition is complete.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        return None
+    except ImportError as error:
+        if error.name == "matplotlib":
+            raise NoPicture("matplotlib is not installed: pip install 'latent-santa[eval]'") from error
+        raise NoPicture(f"matplotlib does not import ({error})") from error
 
     # A figure of its own, not pyplot's: no display, no global state.
     figure = Figure(figsize=(7.5, 5.0), dpi=150, layout="constrained")
@@ -50,7 +56,7 @@ def access_accuracy(summary: dict[str, Any]) -> bytes | None:
             axes.annotate(f"S={budget}", (at_x, at_y), xytext=(4, -10), textcoords="offset points", fontsize=7)
         drawn = True
     if not drawn:
-        return None
+        raise NoPicture("no setting has all of its results yet")
     axes.set_xlabel("rows read, routing included (% of dense decoding)")
     axes.set_ylabel(f"accuracy (%), {summary['mean']}")
     axes.set_title(

@@ -14,7 +14,7 @@ import numpy as np
 from latent_santa.eval.report import paper_tables, statistics
 from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.statistics import Interval
-from latent_santa.eval.run.conditions import Condition, condition_from_dict
+from latent_santa.eval.run.conditions import Condition, from_manifest
 from latent_santa.eval.run.store import Prompt, Store, write_atomic
 from latent_santa.eval.sources.tasks import mean_label
 
@@ -63,12 +63,13 @@ class _Report:
     """Works out the cells of one run; `summary` is the whole of it."""
 
     def __init__(self, store: Store) -> None:
-        self.manifest = store.manifest()
+        self.manifest = store.complete_manifest()
         self.settings = self.manifest["settings"]
         self.prompts = store.prompts()
         self.tasks = tuple(self.settings["tasks"])
-        self.conditions = [condition_from_dict(data) for data in self.manifest["conditions"]]
+        self.conditions = from_manifest(self.manifest, store.manifest_path)
         self.results = {condition: store.results(condition.slug) for condition in self.conditions}
+        self.damaged = store.damaged()
         self.most_tokens = max(prompt.n_tokens for prompt in self.prompts)
         # official data in a folder of another name than their length
         self.short = self.manifest["origin"]["data"] in ("hub", "jsonl") and not paper_tables.of_length(
@@ -179,7 +180,7 @@ class _Report:
         return _rounded(statistics.mean_interval(differences, self.settings["data_seed"]))
 
     def _warnings(self, rows: list[dict[str, Any]]) -> list[str]:
-        found = []
+        found = list(self.damaged)
         if self.short:
             found.append(
                 f"the longest prompt has {self.most_tokens} tokens, so these are not prompts of length "
@@ -269,7 +270,7 @@ def summary_csv(summary: dict[str, Any]) -> str:
 
 
 def write_reports(store: Store, plot: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """Write summary.json, summary.csv, table.md and, if matplotlib is there, access_accuracy.png.
+    """Write summary.json, summary.csv, table.md and, where it can be drawn, access_accuracy.png.
 
     Returns the summary and notes on what was left out.
     """
@@ -282,11 +283,8 @@ def write_reports(store: Store, plot: bool = True) -> tuple[dict[str, Any], list
     write_atomic(directory / "table.md", tables.markdown(summary))
     notes = []
     if plot:
-        picture = plots.access_accuracy(summary)
-        if picture is None:
-            notes.append(
-                "no picture: it needs matplotlib (pip install 'latent-santa[eval]') and one complete condition"
-            )
-        else:
-            write_atomic(directory / "access_accuracy.png", picture)
+        try:
+            write_atomic(directory / "access_accuracy.png", plots.access_accuracy(summary))
+        except plots.NoPicture as reason:
+            notes.append(f"no picture: {reason}")
     return summary, notes

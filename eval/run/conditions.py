@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,6 +95,18 @@ def checked_config(device: str, **settings: Any) -> SantaConfig:
 def condition_from_dict(data: dict[str, Any]) -> Condition:
     """The inverse of `dataclasses.asdict`."""
     return Condition(**data)
+
+
+def from_manifest(manifest: Mapping[str, Any], where: object) -> list[Condition]:
+    """The conditions of a run, from its manifest at `where`. Raises EvalError for those that this version lacks."""
+    found = []
+    for data in manifest["conditions"]:
+        try:
+            found.append(Condition(**data))
+            SantaConfig(**found[-1].overrides())
+        except (TypeError, ValueError) as error:
+            raise EvalError(f"{where}: conditions has {data!r}, which this version does not know: {error}") from error
+    return found
 
 
 def expand(

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.run.conditions import Condition, condition_from_dict
+from latent_santa.eval.run.conditions import Condition, from_manifest
+from latent_santa.eval.run.environment import environment
 from latent_santa.eval.run.render import Renderer, ids_sha256
 from latent_santa.eval.run.store import Prompt, Store, differences
 from latent_santa.eval.sources import Request, load_samples
 
 # what a setting was in runs that were started before there was an option for it
 BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model"}
-PACKAGES = (
-    "latent-santa", "torch", "triton", "transformers", "tokenizers", "numpy", "scikit-learn", "bitsandbytes",
-    "datasets",
-)  # fmt: skip
 
 
 def make_prompts(
@@ -34,38 +27,6 @@ def make_prompts(
         ids = renderer.prompt(sample, limit)
         prompts.append(Prompt(sample, len(ids), ids_sha256(ids)))
     return prompts, loaded.origin | {"most_tokens": max(prompt.n_tokens for prompt in prompts)}, loaded.warnings
-
-
-def environment() -> dict[str, Any]:
-    """Versions and machine. They are recorded, and a change is only warned about."""
-    import torch
-
-    versions = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"python": platform.python_version(), "machine": platform.machine(), "git": _git_commit(), **versions}
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout that this code runs from, "-dirty" if it has changes; None for an installed package."""
-    where = str(Path(__file__).resolve().parent)
-    commands = (
-        ("ls-files", "--error-unmatch", Path(__file__).name),
-        ("describe", "--always", "--dirty", "--abbrev=40"),
-    )
-    found = ""
-    for command in commands:
-        try:
-            done = subprocess.run(["git", "-C", where, *command], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if done.returncode:
-            return None
-        found = done.stdout.strip()
-    return found or None
 
 
 def new_run(
@@ -98,8 +59,7 @@ def check_resume(store: Store, settings: dict[str, Any], conditions: tuple[Condi
     """
     manifest = store.manifest()
     changed = differences(BEFORE_OPTIONS | manifest["settings"], settings)
-    for data in manifest["conditions"]:
-        condition = condition_from_dict(data)
+    for condition in from_manifest(manifest, store.manifest_path):
         if condition not in conditions:
             budget = f" S={condition.budget}" if condition.budget else ""
             changed.append(f"{condition.name}{budget}: part of the run then, not asked for now")

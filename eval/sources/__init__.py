@@ -21,7 +21,10 @@ SELECTIONS = ("sample", "first")
 
 @dataclass(frozen=True)
 class Request:
-    """Which prompts are wanted: n of each task, around `length` tokens, drawn with `seed`."""
+    """Which prompts are wanted: n of each task, around `length` tokens, drawn with `seed`.
+
+    start  number of the first sample of a builtin task
+    """
 
     data: str  # "builtin", "hub" or "jsonl:DIR"
     tasks: tuple[str, ...]
@@ -32,6 +35,7 @@ class Request:
     haystack: str = "prose"
     hub_revision: str = "main"
     offline: bool = False
+    start: int = 0
 
 
 @dataclass
@@ -68,7 +72,8 @@ def load_samples(
     haystack = open_haystack(request.haystack)
     samples = []
     for task in request.tasks:
-        for sample in builtin.samples(task, request.n, request.length, renderer.count, request.seed, haystack):
+        made = builtin.samples(task, request.n, request.length, renderer.count, request.seed, haystack, request.start)
+        for sample in made:
             samples.append(sample)
             advance(task)
     return Loaded(samples, {"data": "builtin", "haystack": haystack.name, "haystack_sha256": haystack.sha256})
@@ -84,7 +89,13 @@ def _tiny(request: Request, renderer: Renderer, advance: Callable[[str], None]) 
     for task in request.tasks:
         try:
             made = source.samples(
-                task, request.n, request.length, renderer.tokenizer, request.seed, haystack=known[request.haystack]
+                task,
+                request.n,
+                request.length,
+                renderer.tokenizer,
+                request.seed,
+                request.start,
+                haystack=known[request.haystack],
             )
         except ValueError as error:
             raise EvalError(str(error)) from error

@@ -89,6 +89,8 @@ def sample(task: str, number: int, length: int, count: Count, seed: int, haystac
     )
 
 
-def samples(task: str, n: int, length: int, count: Count, seed: int, haystack: Haystack) -> Iterator[Sample]:
-    """The first n samples of a task."""
-    return (sample(task, number, length, count, seed, haystack) for number in range(n))
+def samples(
+    task: str, n: int, length: int, count: Count, seed: int, haystack: Haystack, start: int = 0
+) -> Iterator[Sample]:
+    """n samples of a task, from number `start` on."""
+    return (sample(task, number, length, count, seed, haystack) for number in range(start, start + n))

@@ -35,8 +35,10 @@ def prompt(
     return pieces, question, room
 
 
-def samples(task: str, n: int, length: int, tokenizer: Any, seed: int = 42, **options: Any) -> list[Sample]:
-    """`n` prompts of one task for the embedded model.
+def samples(
+    task: str, n: int, length: int, tokenizer: Any, seed: int = 42, start: int = 0, **options: Any
+) -> list[Sample]:
+    """`n` prompts of one task for the embedded model, from number `start` on.
 
     length     limit in tokens on chat template, user turn, answer prefix and answer room together; met within 2 %
     tokenizer  the embedded model's tokenizer (`load_tiny`)
@@ -47,10 +49,10 @@ def samples(task: str, n: int, length: int, tokenizer: Any, seed: int = 42, **op
     the model's, or a length that the task's needles do not fit.
     """
     encoder = PieceEncoder(_backend(tokenizer))
-    out = []
-    for number in range(n):
+    made = []
+    for number in range(start, start + n):
         pieces, question, room = prompt(task, number, length, encoder, seed, **options)
-        out.append(
+        made.append(
             make_sample(
                 task,
                 number,
@@ -61,7 +63,7 @@ def samples(task: str, n: int, length: int, tokenizer: Any, seed: int = 42, **op
                 source=SOURCE,
             )
         )
-    return out
+    return made
 
 
 def _backend(tokenizer: Any) -> Any:
