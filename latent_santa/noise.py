@@ -1,9 +1,9 @@
-"""Gumbel noise from a counter-based generator, the same draw wherever and in whatever company it is made.
+"""Gumbel noise from a counter-based generator: a draw does not depend on device, batch or budget.
 
 Philox4x32-10 (Salmon et al., 2011) maps a 128-bit counter under a 64-bit key to four 32-bit words. The key is made of
 the base seed and a sequence's own key; the counter is (team, group and head quad, step, layer), and the head's place in
 its quad picks the word. Nothing else enters: a sequence draws the same noise on any device, alone or in a padded batch,
-for every budget.
+for every budget. The same draws one by one are :func:`latent_santa.naive.gumbel`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def noise_keys(seed: int, sequence_keys: Sequence[int], device: torch.device | s
 
     Args:
         seed: base seed, below 2**64.
-        sequence_keys: one integer a sequence; equal integers draw equal noise.
+        sequence_keys: one integer per sequence; equal integers draw equal noise.
 
     Returns:
         ``(B, 2)`` int64, each a 32-bit word.

@@ -1,6 +1,7 @@
 """Parent groups of the prompt's rows: Algorithm 3 (k-means) and Algorithm 4 (contiguous spans).
 
-A parent partition is an int64 tensor ``(B, G, N)`` holding each row's parent, -1 for rows that take no part.
+A parent partition is an int64 tensor ``(B, G, N)`` that holds each row's parent, -1 for rows that take no part. In
+loops these are :func:`latent_santa.naive.kmeans_parents` and :func:`latent_santa.naive.contiguous_parents`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ def contiguous_parents(member: Tensor, parent_size: int) -> Tensor:
 
 
 def requested_parents(rows: int, parent_size: int) -> int:
-    """Number of k-means centers asked for (Algorithm 3): min(N, max(2, floor(N / P)))."""
+    """M_parent, the k-means centers asked for (Algorithm 3, line 3): min(N, max(2, floor(N / P)))."""
     return min(rows, max(2, rows // parent_size))
 
 
 def kmeans_parents(points: list[Tensor], member: Tensor, parent_size: int, seed: int, engine: str) -> list[Tensor]:
-    """Minibatch k-means partitions of several layers at once (Algorithm 3).
+    """Minibatch k-means partitions of several layers at once (Algorithm 3, lines 3-5).
+
+    Line 6 omits empty parents; here they keep their numbers, and no row has them.
 
     Args:
         points: for each layer ``(B, G, N, D)``: content latents in MLA, rotated keys in GQA, as cached. Layers of one
@@ -60,7 +63,7 @@ def kmeans_parents(points: list[Tensor], member: Tensor, parent_size: int, seed:
             index = order[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[-1])
             problems.append(part.gather(2, index).flatten(0, 1))
         groups = points[layers[0]].shape[1]
-        # a sequence may have no real row here (padding that fills a chunk): one padding row stands in, without a parent
+        # a sequence may have no real row here (a chunk of padding alone): one padding row stands in, without a parent
         rows = [max(length, 1) for length in lengths for _ in range(groups)] * len(layers)
         clusters = [requested_parents(n, parent_size) for n in rows]
         found = minibatch_kmeans(torch.cat(problems), rows, clusters, seed=seed, engine=engine)

@@ -47,7 +47,7 @@ class Teams:
         return self.team_of_row.shape[-1]
 
     @property
-    def M(self) -> int:  # noqa: N802
+    def M(self) -> int:
         """M, padding teams included."""
         return self.sizes.shape[-1]
 
@@ -136,7 +136,7 @@ def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[
     # two rows are equally far from their mean; rounding must not break that tie
     from_mu = from_mu.masked_fill(groups.sizes[groups.slot] == 2, 0.0)
     j_u = groups.first_extreme(from_mu, groups.member, largest=False)  # line 6
-    in_L = torch.zeros_like(groups.member)  # noqa: N806
+    in_L = torch.zeros_like(groups.member)
     b = torch.where(groups.member, 0, -1)
     nearest = torch.full_like(from_mu, torch.inf)  # a row's distance to the nearest of L
     for u in range(representatives):
@@ -148,7 +148,7 @@ def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[
         b = torch.where(closer, u, b)
         nearest = torch.where(closer, distance, nearest)
         is_j_u = found & (row == torch.arange(rows, device=row.device))
-        in_L = in_L | is_j_u  # noqa: N806
+        in_L = in_L | is_j_u
         b = torch.where(is_j_u, u, b)  # line 14: a representative owns its row, whatever duplicates it has
         if u + 1 < representatives:
             j_u = groups.first_extreme(nearest, groups.member & ~in_L, largest=True)  # line 8

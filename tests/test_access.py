@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from latent_santa import AccessLedger, access
+from latent_santa import naive as ref
 from latent_santa.access import GQA_SANTA_UNIT, GQA_UNIT, MLA_UNIT, PACK
 
-from . import reference as ref
 from .cases import make_case
 
 LENGTHS = (21, 34, 9)

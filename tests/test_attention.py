@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from latent_santa import estimator as operator_module
+from latent_santa import naive as ref
 from latent_santa.estimator import dense_attention, sampled_attention, union_rows
 from latent_santa.noise import gumbel_noise
 from latent_santa.parents import contiguous_parents
@@ -18,7 +19,6 @@ from latent_santa.rows import Rows, scores
 from latent_santa.step import Sampling, Suffix
 from latent_santa.teams import build_centroids
 
-from . import reference as ref
 from .cases import frozen_teams, make_case, reference_noise
 
 LAYOUTS = {

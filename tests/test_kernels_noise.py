@@ -17,7 +17,7 @@ from latent_santa.kernels.support import interpreting
 from latent_santa.noise import GROUP_STRIDE, gumbel, gumbel_noise, noise_keys, philox
 from latent_santa.sampling import log_inclusion as twin_log_inclusion
 
-from .reference import PHILOX_KNOWN_ANSWERS
+from .cases import PHILOX_KNOWN_ANSWERS
 
 if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)

@@ -6,11 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from latent_santa import naive
 from latent_santa.kmeans import minibatch_kmeans, seeding, torch_engine
 from latent_santa.kmeans.distances import row_factors
 from latent_santa.kmeans.fitting import Fit, fit_centers, sums_by_center
 from latent_santa.kmeans.seeding import init_size, seed_centers
 from latent_santa.kmeans.torch_engine import cluster_group
+from latent_santa.parents import kmeans_parents
 
 ENGINES = ("sklearn", "torch")
 
@@ -83,6 +85,21 @@ def test_reference_engine_is_scikit_learn_with_the_settings_of_appendix_a(engine
         )  # fmt: skip
         assert labels[q, :n].tolist() == direct.fit(points[q, :n].numpy()).labels_.tolist()
     assert_valid(labels, lengths, clusters)
+
+
+def test_parents_are_algorithm_3_around_scikit_learn():
+    from sklearn.cluster import MiniBatchKMeans
+
+    points = stack(mixture, [300], 8)
+    member = torch.ones(1, 300, dtype=torch.bool)
+    (labels,) = kmeans_parents([points[:, None]], member, 16, seed=3, engine="sklearn")
+
+    def centers(k, number):
+        settings = {"n_init": 1, "batch_size": 4096, "tol": 0.0, "random_state": 3}
+        return MiniBatchKMeans(number, **settings).fit(k.astype("float32")).cluster_centers_
+
+    expected = naive.kmeans_parents(points[0].numpy(), 16, centers)
+    assert naive.parents_from_labels(labels[0, 0].tolist()) == expected and len(expected) > 10
 
 
 @pytest.mark.parametrize(

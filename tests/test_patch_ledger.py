@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import latent_santa
+from latent_santa import naive as ref
 from latent_santa.backends import BACKENDS, TorchBackend
 from latent_santa.noise import noise_keys
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Output, Sampling
 
-from . import reference as ref
 from .cases import team_lists
 from .tiny_models import cache_of, generate, padded, prompt, tiny_model
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from latent_santa import naive as ref
 from latent_santa.sampling import log_inclusion, routing_scores, select
 from latent_santa.teams import Teams
 
-from . import reference as ref
 from .cases import make_case
 
 ESTIMATORS = ["per_head", "pooled"]

@@ -1,4 +1,4 @@
-"""Checks of the float64 reference itself, by hand-computed examples, brute force and Monte Carlo."""
+"""The algorithms in loops, checked by hand-computed examples, brute force and Monte Carlo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from . import reference as ref
+from latent_santa import naive as ref
+
+from .cases import PHILOX_KNOWN_ANSWERS
 
 
 def make_case(heads: int = 2, rows: int = 14, dims: int = 3, value_dims: int = 2, seed: int = 0) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def make_case(heads: int = 2, rows: int = 14, dims: int = 3, value_dims: int = 2
     }
 
 
-@pytest.mark.parametrize("counter, key, expected", ref.PHILOX_KNOWN_ANSWERS)
+@pytest.mark.parametrize("counter, key, expected", PHILOX_KNOWN_ANSWERS)
 def test_philox_known_answers(counter, key, expected):
     assert ref.philox4x32_10(counter, key) == expected
 
@@ -61,6 +63,19 @@ def test_parents():
     assert ref.parents_from_labels([3, 0, 3, 5, 0]) == [[1, 4], [0, 2], [3]]
     assert [ref.requested_parents(n, 16) for n in (1, 2, 31, 33, 47, 48)] == [1, 2, 2, 2, 2, 3]
     assert ref.requested_parents(5, 1) == 5
+
+
+def test_kmeans_parents_are_those_of_the_nearest_centers():
+    keys, asked = [[0.0], [4.0], [1.0], [9.0], [5.0]], []
+
+    def fit(k, number):
+        asked.append((k.tolist(), number))
+        return [[5.0], [100.0], [0.0]]  # row 1 at 4 is nearest to 5; nothing is nearest to 100
+
+    assert ref.kmeans_parents(keys, 1, fit) == [[1, 3, 4], [0, 2]]
+    assert asked == [(keys, 5)]
+    tied = ref.kmeans_parents([[1.0], [3.0]], 16, lambda k, number: [[2.0], [2.0]])
+    assert tied == [[0, 1]]  # the first center's
 
 
 def test_budgets():
@@ -178,12 +193,12 @@ def test_every_team_is_dense(estimator, extra):
     assert result.counts == ref.Counts(routing=0, union=12, suffix=2, dense=14)
     assert all(set(c.values()) == {0.0} for c in result.log_corrections)
     prompt = list(range(12))
-    santa = ref.santa_group(
+    rows = ref.gumbel_rows(
         case["queries"], case["keys"], case["values"], prompt, case["suffix"], case["scale"], 12 + extra,
         np.zeros((3, 12)), estimator,
     )  # fmt: skip
-    np.testing.assert_allclose(santa.outputs, expected, rtol=1e-12)
-    assert santa.counts == ref.Counts(14, 12, 2, 14)
+    np.testing.assert_allclose(rows.outputs, expected, rtol=1e-12)
+    assert rows.counts == ref.Counts(14, 12, 2, 14)
 
 
 def test_dense_by_hand():
@@ -232,10 +247,10 @@ def test_estimators_agree_for_one_head():
     assert one.counts == two.counts
 
 
-def test_santa_routes_by_exact_scores():
+def test_gumbel_rows_route_by_exact_scores():
     case, prompt = make_case(), [1, 2, 4, 5, 7, 8]
     noise = np.random.default_rng(8).gumbel(size=(2, 6))
-    result = ref.santa_group(
+    result = ref.gumbel_rows(
         case["queries"], case["keys"], case["values"], prompt, case["suffix"], case["scale"], 3, noise
     )  # fmt: skip
     for h in range(2):
@@ -244,6 +259,30 @@ def test_santa_routes_by_exact_scores():
         assert result.selected[h] == chosen
         assert result.log_corrections[h] == pytest.approx({g: ref.log_correction(exact[g], tau) for g in chosen})
     assert result.counts == ref.Counts(8, len(result.selected[0] | result.selected[1]), 2, 8)
+
+
+def test_santa_by_hand():
+    """Weights 1/4 and 3/4: uniforms below 1/4 draw the first row; outputs are means of the drawn values."""
+    keys, values = [[0.0], [math.log(3.0)]], [[1.0, 0.0], [0.0, 1.0]]
+    output, counts = ref.santa([[2.0], [-1e3]], keys, values, [[0.1, 0.3, 0.24, 0.99], [0.0, 0.2, 0.5, 0.9]], 0.5)
+    np.testing.assert_allclose(output, [[0.5, 0.5], [1.0, 0.0]], rtol=1e-14)
+    assert counts == ref.Counts(routing=2, union=2, suffix=0, dense=2)
+    assert ref.santa([[2.0]], keys, values, [[0.3]], 0.5)[1] == ref.Counts(2, 1, 0, 2)
+    assert ref.systematic(0.5, 4) == [0.125, 0.375, 0.625, 0.875]
+
+
+@pytest.mark.parametrize("systematic", [False, True])
+def test_santa_is_unbiased_for_the_output_itself(systematic):
+    """Unlike a ratio of two sums: the mean of drawn values is dense attention's output, within 4 sigma."""
+    case, draws = make_case(heads=2, seed=3), 3000
+    inputs = (case["queries"], case["keys"], case["values"])
+    rng, samples = np.random.default_rng(2), []
+    for _ in range(draws):
+        uniforms = [ref.systematic(u, 5) for u in rng.random(2)] if systematic else rng.random((2, 5))
+        samples.append(ref.santa(*inputs, uniforms, case["scale"])[0].ravel())
+    mean, sigma = np.mean(samples, axis=0), np.std(samples, axis=0, ddof=1) / math.sqrt(draws)
+    truth = ref.dense(*inputs, case["scale"]).ravel()
+    assert np.all(sigma > 0) and np.all(np.abs(mean - truth) < 4 * sigma)
 
 
 def test_centroid_groups_by_hand():
@@ -261,7 +300,7 @@ def test_access():
     assert ref.access_gqa([ref.Counts(40, 10, 2, 40)], santa=True) == pytest.approx(100 * 52 / 80)
 
 
-@pytest.mark.parametrize("method", ["teams", "centroid", "santa"])
+@pytest.mark.parametrize("method", ["teams", "centroid", "rows"])
 @pytest.mark.parametrize("estimator, shared", [("per_head", False), ("pooled", False), ("pooled", True)])
 def test_sums_are_unbiased(method, estimator, shared):
     """Equation 9 for every head, U coordinate and Z: the mean of the sums is the full-cache sums within 4 sigma.
@@ -273,15 +312,15 @@ def test_sums_are_unbiased(method, estimator, shared):
     if method == "centroid":
         groups = ref.centroid_groups(case["keys"], ref.contiguous_parents(12, 2))
         case.update(teams=groups, routing_keys=[mean for _, mean in groups])
-    elif method == "santa":
+    elif method == "rows":
         case.update(teams=[ref.Team([i], i) for i in prompt], routing_keys=[case["keys"][i] for i in prompt])
     teams = len(case["teams"])
     exact = ref.attention_group(**case, k=teams, noise=np.zeros((3, teams)))
     rng, samples = np.random.default_rng(7), []
     for _ in range(draws):
         noise = np.broadcast_to(rng.gumbel(size=(1 if shared else 3, teams)), (3, teams))
-        if method == "santa":
-            result = ref.santa_group(
+        if method == "rows":
+            result = ref.gumbel_rows(
                 case["queries"], case["keys"], case["values"], prompt, case["suffix"], case["scale"], 4, noise,
                 estimator, shared,
             )  # fmt: skip
