@@ -5,6 +5,8 @@ Importing this package needs neither Triton nor a GPU; ask ``BACKEND.reason_not`
 
 from __future__ import annotations
 
+import torch
+
 from latent_santa.step import DecodeStep, Output, Sampling
 
 from .support import reason_not, unavailable
@@ -41,6 +43,9 @@ class TritonBackend:
     """The kernels as a backend of the sampled operator (:class:`latent_santa.backends.Backend`)."""
 
     name = "triton"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return unavailable(device)
 
     def reason_not(self, step: DecodeStep, sampling: Sampling) -> str | None:
         """Why the kernels cannot run the step, or None when they can."""

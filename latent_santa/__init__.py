@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from latent_santa.access import AccessLedger
     from latent_santa.config import SantaConfig
-    from latent_santa.patches import SantaHandle, patch
+    from latent_santa.patches import SantaHandle, handle, patch, unpatch
 
 __version__ = "0.1.0"
-__all__ = ["AccessLedger", "SantaConfig", "SantaHandle", "patch"]
+__all__ = ["AccessLedger", "SantaConfig", "SantaHandle", "handle", "patch", "unpatch"]
 
 
 # Names are imported when they are first asked for: PyTorch and transformers take seconds, and --help needs neither.
-_HOMES = {"AccessLedger": "access", "SantaConfig": "config", "SantaHandle": "patches", "patch": "patches"}
+_HOMES = {"AccessLedger": "access", "SantaConfig": "config"}
+_HOMES |= dict.fromkeys(("SantaHandle", "handle", "patch", "unpatch"), "patches")
 
 
 def __getattr__(name: str) -> Any:

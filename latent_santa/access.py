@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .rows import Rows
+from .teams import Teams
 
 FIELDS = ("routing", "union", "suffix", "dense")
 PACK = 256
@@ -19,8 +22,8 @@ PACK = 256
 class Unit:
     """What one counted row costs, in vectors.
 
-    GQA reads a key and a value per attended row and a key per representative (Equation 13); SANTA's full key scan
-    pays a key per row and then a value per sampled row. In MLA one row is one unit in either pass (Equation 14).
+    GQA reads a key and a value per attended row and a key per representative (Equation 13). In MLA one row is one unit
+    in either pass (Equation 14).
     The bytes are those of one such row in memory; routing keys may be held in fewer bits than the cache.
     """
 
@@ -34,7 +37,31 @@ class Unit:
 
 MLA_UNIT = Unit(1, 1, 1)
 GQA_UNIT = Unit(1, 2, 2)
-GQA_SANTA_UNIT = Unit(1, 1, 2)
+# a scan reads every key; what it samples costs a value more in GQA, and nothing more in MLA, where it is the same row
+MLA_SCAN_UNIT = Unit(1, 0, 1)
+GQA_SCAN_UNIT = Unit(1, 1, 2)
+
+
+def attended_unit(rows: Rows, teams: Teams | None) -> Unit:
+    """Costs where representatives are scored and the rows of selected teams attended."""
+    key, value = _row_bytes(rows)
+    routing = 0 if teams is None else sum(part.bytes() for part in teams.routing_keys) // teams.sizes.numel()
+    both = {"row_bytes": key + value, "dense_bytes": key + value}
+    return replace(GQA_UNIT if value else MLA_UNIT, routing_bytes=routing, **both)
+
+
+def scanned_unit(rows: Rows) -> Unit:
+    """Costs where every key is scored and sampled rows are read for their values."""
+    key, value = _row_bytes(rows)
+    unit = GQA_SCAN_UNIT if value else MLA_SCAN_UNIT
+    return replace(unit, routing_bytes=key, row_bytes=value, dense_bytes=key + value)
+
+
+def _row_bytes(rows: Rows) -> tuple[int, int]:
+    """Bytes of a row's key and of its value beside it; in MLA the value is part of the key."""
+    key = sum(part.shape[-1] * part.element_size() for part in rows.keys)
+    latent = rows.values is rows.keys[0]
+    return key, 0 if latent else rows.values.shape[-1] * rows.values.element_size()
 
 
 class AccessLedger:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
 
+import torch
+
 from .estimator import sampled_attention
 from .step import DecodeStep, Output, Sampling
 
@@ -18,6 +20,9 @@ class Backend(Protocol):
     """One implementation of :func:`latent_santa.estimator.sampled_attention`."""
 
     name: str
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this backend can run nothing for tensors on ``device``; None when it can."""
 
     def reason_not(self, step: DecodeStep, sampling: Sampling) -> str | None:
         """Why this backend cannot run the step, in words for a user; None when it can."""
@@ -30,6 +35,9 @@ class TorchBackend:
     """Plain PyTorch: runs everything, everywhere."""
 
     name = "torch"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return None
 
     def reason_not(self, step: DecodeStep, sampling: Sampling) -> str | None:
         return None

@@ -2,70 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import json
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "method": ("santa++", "santa", "dense", "centroid"),
-    "parents": ("kmeans", "contiguous"),
-    "estimator": ("per_head", "pooled"),
-    "noise": ("independent", "shared"),
-    "kmeans_engine": ("auto", "sklearn", "torch"),
-    "routing_dtype": ("model", "int8", "int4"),
-    "backend": ("auto", "torch", "triton"),
-    "first_token": ("replay", "dense"),
+from .backends import BACKENDS
+from .methods import METHODS
+
+Parents = Literal["kmeans", "contiguous"]
+Estimator = Literal["per_head", "pooled"]
+Noise = Literal["independent", "shared"]
+Draws = Literal["independent", "systematic"]
+KMeansEngine = Literal["auto", "sklearn", "torch"]
+RoutingDtype = Literal["model", "int8", "int4"]
+FirstToken = Literal["replay", "dense"]
+
+_LITERALS: dict[str, Any] = {
+    "parents": Parents,
+    "estimator": Estimator,
+    "noise": Noise,
+    "draws": Draws,
+    "kmeans_engine": KMeansEngine,
+    "routing_dtype": RoutingDtype,
+    "first_token": FirstToken,
 }
 POSITIVE = ("parent_size", "representatives", "budget")
 NON_NEGATIVE = ("seed", "kmeans_seed")
 
 
+def choices() -> dict[str, tuple[str, ...]]:
+    """The values that each setting of words can have; methods and backends are what is registered now."""
+    words = {name: get_args(literal) for name, literal in _LITERALS.items()}
+    return {"method": tuple(METHODS), "backend": ("auto", *BACKENDS), **words}
+
+
 @dataclass(frozen=True)
 class SantaConfig:
-    """Settings of SANTA++ and of its baselines.
+    """Settings of SANTA++ and of the methods it is compared with.
 
     Attributes:
-        method: ``"santa++"`` samples teams by their representatives (Algorithm 1); ``"santa"`` scans every key and
-            samples single rows; ``"centroid"`` routes clusters of ``parent_size`` rows by their mean key (Appendix
-            B.2); ``"dense"`` is the model's own attention through the same adapter and cache.
+        method: a name in :data:`latent_santa.methods.METHODS`: ``"santa++"`` samples teams by their representatives
+            (Algorithm 1); ``"santa"`` scans every key and draws rows with replacement; ``"gumbel_rows"`` scans every
+            key and samples rows without replacement; ``"centroid"`` routes clusters of ``parent_size`` rows by their
+            mean key (Appendix B.2); ``"dense"`` is the model's own attention through the same patch and cache.
         parents: how prompt rows are first grouped: ``"kmeans"`` (Algorithm 3) or ``"contiguous"`` (Algorithm 4).
-        parent_size: P, nominal rows a parent. For ``"centroid"`` it is B, the nominal cluster size.
-        representatives: R, most representatives (and so teams) a parent. Must divide P.
-        budget: S, the nominal budget. Equation 5 turns it into K = S / (P / R) teams a head. Not a row count.
+        parent_size: P, nominal rows per parent. For ``"centroid"`` it is B, the nominal cluster size.
+        representatives: R, most representatives (and so teams) per parent. Must divide P.
+        budget: S, the nominal budget. Equation 5 turns it into K = S / (P / R) teams per head. Not a row count.
         estimator: ``"per_head"`` lets a head use the teams it selected (the paper); ``"pooled"`` lets every head of a
-            sharing group use every team of the union, with one inclusion correction a team.
-        noise: ``"independent"`` Gumbel draws for each head, or one draw ``"shared"`` by the heads of a group.
+            sharing group use every team of the union, with one inclusion correction per team.
+        noise: ``"independent"`` draws for each head, or one draw ``"shared"`` by the heads of a group.
+        draws: how ``"santa"`` draws its S rows: ``"independent"``, or ``"systematic"`` from one uniform per head.
         seed: base seed of the sampling noise, below 2**64.
         kmeans_seed: seed of the k-means parents, below 2**32.
         kmeans_engine: ``"sklearn"`` is the reference, ``"torch"`` the batched engine; ``"auto"`` takes PyTorch for
             rows on a GPU.
         routing_dtype: how frozen routing keys are kept: in the cache's dtype (``"model"``), or in ``"int8"`` or
-            ``"int4"`` codes (:mod:`latent_santa.quantise`), which routing then reads. The sums stay unbiased.
-        backend: ``"torch"``, ``"triton"``, or ``"auto"``: Triton for rows on a GPU where its kernels can run, else
-            PyTorch.
+            ``"int4"`` codes (:mod:`latent_santa.routing_keys`), which routing then reads. The sums stay unbiased.
+        backend: a name in :data:`latent_santa.backends.BACKENDS`, or ``"auto"``: Triton for rows on a GPU where its
+            kernels can run, else PyTorch.
         first_token: ``"replay"`` runs the last prompt token again through sparse attention (Appendix F);
-            ``"dense"`` keeps the prefill's own logits for the first generated token.
+            ``"dense"`` keeps the prefill's own logits for the first generated token (Appendix A).
 
     Raises:
         ValueError: a field has a wrong type or value; the message names field, value and rule.
     """
 
     method: str = "santa++"
-    parents: str = "kmeans"
+    parents: Parents = "kmeans"
     parent_size: int = 16
     representatives: int = 4
     budget: int = 512
-    estimator: str = "per_head"
-    noise: str = "independent"
+    estimator: Estimator = "per_head"
+    noise: Noise = "independent"
+    draws: Draws = "independent"
     seed: int = 0
     kmeans_seed: int = 0
-    kmeans_engine: str = "auto"
-    routing_dtype: str = "model"
+    kmeans_engine: KMeansEngine = "auto"
+    routing_dtype: RoutingDtype = "model"
     backend: str = "auto"
-    first_token: str = "replay"
+    first_token: FirstToken = "replay"
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
+        for name, allowed in choices().items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
@@ -80,43 +101,21 @@ class SantaConfig:
             raise ValueError(f"seed={self.seed}: must be below 2**64")
         if self.kmeans_seed >= 2**32:
             raise ValueError(f"kmeans_seed={self.kmeans_seed}: must be below 2**32 (scikit-learn's range)")
-        self._check_budget()
-
-    def _check_budget(self) -> None:
-        """Equation 5's divisibility rules, for the methods that form teams or clusters."""
-        if self.method == "centroid" and self.budget < self.parent_size:
-            raise ValueError(
-                f"budget={self.budget}: centroid selects floor(S / B) clusters, so S must be at least "
-                f"B = parent_size = {self.parent_size}: use a larger S or a smaller B"
-            )
-        if self.method != "santa++":
-            return
-        if self.parent_size % self.representatives:
-            raise ValueError(
-                f"representatives={self.representatives}: P must be divisible by R, and "
-                f"parent_size={self.parent_size} is not"
-            )
-        step = self.parent_size // self.representatives
-        if self.budget % step:
-            raise ValueError(f"budget={self.budget}: S must be divisible by P/R = {step} (Equation 5)")
+        METHODS[self.method].check(self)
 
     @property
     def teams_per_head(self) -> int:
-        """K of Equation 5 before the cap by the number of teams; rows for SANTA, clusters for centroid."""
-        if self.method == "santa":
-            return self.budget
-        if self.method == "centroid":
-            return self.budget // self.parent_size
-        return self.budget // (self.parent_size // self.representatives)
+        """K of Equation 5 before the cap by the number of teams; rows for methods of single rows."""
+        return METHODS[self.method].teams_per_head(self)
 
     @property
     def grouping(self) -> tuple[Any, ...]:
         """What the prompt's teams depend on; teams built under another value are not used."""
-        if self.method in ("dense", "santa"):
-            return (self.method,)
-        kmeans = (self.kmeans_seed, self.kmeans_engine) if self.parents == "kmeans" else ()
-        size = (self.parent_size,) if self.method == "centroid" else (self.parent_size, self.representatives)
-        return (self.method, self.parents, *size, *kmeans, self.routing_dtype)
+        return (self.method, *(getattr(self, name) for name in METHODS[self.method].grouped_by(self)))
+
+    def used(self) -> dict[str, Any]:
+        """The method and the settings that it uses, by name."""
+        return {name: getattr(self, name) for name in ("method", *METHODS[self.method].settings)}
 
     def with_overrides(self, **overrides: Any) -> SantaConfig:
         """Return a checked copy with some fields changed.
@@ -124,8 +123,46 @@ class SantaConfig:
         Raises:
             ValueError: an override is not a field, or the result breaks a rule.
         """
-        known = [field.name for field in fields(self)]
-        unknown = sorted(set(overrides) - set(known))
-        if unknown:
-            raise ValueError(f"unknown setting {', '.join(unknown)}: SantaConfig has {', '.join(known)}")
+        _known(overrides)
         return replace(self, **overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SantaConfig:
+        """The inverse of :meth:`to_dict`; fields left out get their defaults.
+
+        Raises:
+            ValueError: a name is no field, or a value breaks a rule.
+        """
+        _known(values)
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write the settings to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> SantaConfig:
+        """Read the settings from a JSON file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it holds no JSON object, or one that is no valid configuration; the message names the file.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError(f"a JSON object with settings by name is expected, not a {type(values).__name__}")
+            return cls.from_dict(values)
+        except ValueError as error:  # json and UTF-8 errors are ValueErrors
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _known(names: Any) -> None:
+    known = [field.name for field in fields(SantaConfig)]
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"unknown setting {', '.join(unknown)}: SantaConfig has {', '.join(known)}")

@@ -8,7 +8,7 @@ for every budget. The same draws one by one are :func:`latent_santa.naive.gumbel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def noise_keys(seed: int, sequence_keys: Sequence[int], device: torch.device | s
 def gumbel_noise(
     key: Tensor, step: Tensor, layer: int | Tensor, groups: int, heads: int, teams: int, shared: bool
 ) -> Tensor:
-    """The noise of one layer's decoding call, or of several layers' calls at one step.
+    """Gumbel noise of one layer's decoding step, or of several layers' at one step.
 
     Args:
         key: ``(B, 2)`` from :func:`noise_keys`.
@@ -101,6 +101,27 @@ def gumbel_noise(
     Returns:
         ``(B, G, H, M)`` float32, or ``(L, B, G, H, M)``; a stride-0 view over H when shared.
     """
+    return _noise(gumbel, key, step, layer, groups, heads, teams, shared)
+
+
+def uniform_noise(
+    key: Tensor, step: Tensor, layer: int | Tensor, groups: int, heads: int, draws: int, shared: bool
+) -> Tensor:
+    """Uniform draws in (0, 1), float64 ``(B, G, H, draws)``; arguments as in :func:`gumbel_noise`."""
+    return _noise(lambda word: (word.double() + 0.5) * 2.0**-32, key, step, layer, groups, heads, draws, shared)
+
+
+def _noise(
+    turned: Callable[[Tensor], Tensor],
+    key: Tensor,
+    step: Tensor,
+    layer: int | Tensor,
+    groups: int,
+    heads: int,
+    teams: int,
+    shared: bool,
+) -> Tensor:
+    """The counters' words, ``turned`` into draws."""
     device = key.device
     quads = 1 if shared else ceil_div(heads, 4)
     c0 = torch.arange(teams, device=device)
@@ -110,7 +131,7 @@ def gumbel_noise(
         c0, c1[..., None], step[:, None, None, None], c3.view(*c3.shape, 1, 1, 1, 1), key[:, None, None, None, :]
     )
     if shared:
-        return gumbel(words[0]).expand(*(-1,) * (words[0].dim() - 2), heads, -1)
+        return turned(words[0]).expand(*(-1,) * (words[0].dim() - 2), heads, -1)
     word = torch.stack(words, dim=-2).flatten(-3, -2)[..., :heads, :]
     del words
-    return gumbel(word)
+    return turned(word)

@@ -6,11 +6,15 @@ loops these are :func:`latent_santa.naive.kmeans_parents` and :func:`latent_sant
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from .config import SantaConfig
 from .kmeans import minibatch_kmeans
+
+if TYPE_CHECKING:
+    from .config import SantaConfig
 
 
 def contiguous_parents(member: Tensor, parent_size: int) -> Tensor:

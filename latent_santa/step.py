@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ahead import Ahead
 from .noise import gumbel_noise
 from .rows import Rows
 from .teams import Teams
@@ -20,18 +21,18 @@ class Draw:
         key: ``(B, 2)`` int64 Philox keys.
         step: ``(B,)`` int64, rows that each sequence sees at this step.
         layer: layer index.
-        made: the draws themselves, ``(B, G, H, at least M)`` float32, where the caller made several layers' at once.
+        ahead: makes the draws of several layers at once, where the caller can tell what they need.
     """
 
     key: Tensor
     step: Tensor
     layer: int
-    made: Tensor | None = None
+    ahead: Ahead | None = None
 
     def gumbels(self, groups: int, heads: int, teams: int, shared: bool) -> Tensor:
         """The step's Gumbel noise, ``(B, G, H, M)`` float32."""
-        if self.made is not None:
-            return self.made[..., :teams]
+        if self.ahead is not None and self.ahead.serves(self.layer, teams):
+            return self.ahead.gumbels(self.key, self.step, self.layer, groups, heads, shared)[..., :teams]
         return gumbel_noise(self.key, self.step, self.layer, groups, heads, teams, shared)
 
 

@@ -1,5 +1,7 @@
 """Everything Hugging Face: patching a loaded model, its cache layer, and prefill, replay and decode."""
 
-from .handle import SantaHandle, patch
+from .handle import SantaHandle
+from .patch import handle, patch, unpatch
+from .prefilled import Prefilled
 
-__all__ = ["SantaHandle", "patch"]
+__all__ = ["Prefilled", "SantaHandle", "handle", "patch", "unpatch"]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from latent_santa.ahead import Need
 from latent_santa.step import Suffix
 from latent_santa.teams import Teams
 
 SLACK = 128
+CPU = torch.device("cpu")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Grouped:
     """What is known about the grouped rows of a cache layer.
 
@@ -24,12 +28,43 @@ class Grouped:
         stop: rows below it are grouped, padding or listed in ``exact``; rows from it on are the open suffix.
         exact: earlier suffix spans, between the prompts of several turns.
         grouping: the settings that the teams were built under (:attr:`SantaConfig.grouping`).
+        seen: ``(B, stop)`` bool, the padding mask that the rows were grouped under, or None when all were real.
     """
 
     teams: Teams | None = None
     stop: int = 0
     exact: tuple[tuple[int, int], ...] = ()
     grouping: tuple[Any, ...] | None = None
+    seen: Tensor | None = None
+
+    def hides(self, visible: Tensor | None) -> bool:
+        """Whether ``visible (B, L)``, a later call's mask, shows grouped rows otherwise than when they were grouped.
+
+        With a mask this waits for the device, once per call.
+        """
+        if visible is None and self.seen is None:
+            return False
+        if visible is None or self.seen is None:
+            mask = self.seen if visible is None else visible[:, : self.stop]
+            assert mask is not None
+            return not bool(mask.all())
+        return not torch.equal(visible[:, : self.stop].to(self.seen.device), self.seen)
+
+    def followed(self, index: Tensor) -> Grouped:
+        """The records of the sequences ``index (B',)``."""
+        teams = None if self.teams is None else self.teams.select_batch(index)
+        seen = None if self.seen is None else self.seen.index_select(0, index.to(self.seen.device))
+        return replace(self, teams=teams, seen=seen)
+
+
+class Snapshot(NamedTuple):
+    """A layer's rows and what was known about them at one moment."""
+
+    keys: Tensor
+    values: Tensor
+    buffers: tuple[Tensor, Tensor] | None
+    grouped: Grouped
+    waiting: tuple[int, int] | None
 
 
 class TeamLayer(DynamicLayer):
@@ -37,7 +72,7 @@ class TeamLayer(DynamicLayer):
 
     ``keys`` and ``values`` are views ``(B, heads, N, D)`` of buffers with some free rows behind them, so that a
     decoding step writes one row instead of copying all of them. In MLA ``keys`` holds content latents and ``values``
-    rotary keys.
+    rotary keys. Rows that somebody else assigned are noticed (:attr:`foreign`).
 
     Attributes:
         grouped: team records and spans.
@@ -55,6 +90,30 @@ class TeamLayer(DynamicLayer):
         self.waiting: tuple[int, int] | None = None
         self.noise_key: Tensor | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._own: Tensor | None = None
+
+    @property
+    def foreign(self) -> bool:
+        """Whether somebody assigned other rows: cut off an answer, evicted or pruned some."""
+        return self.keys is not self._own
+
+    @property
+    def need(self) -> Need:
+        """What this layer's noise depends on."""
+        teams = self.grouped.teams
+        held = self.get_seq_length() and teams is not None
+        return Need(self.keys.device, self.keys.shape[1], teams.M) if held and teams else Need(CPU, 0, 0)
+
+    def _set(self, keys: Tensor | None, values: Tensor | None) -> None:
+        self.keys, self.values, self._own = keys, values, keys
+
+    @contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Rows that a method of this class assigns are not foreign; those that were stay so."""
+        foreign = self.foreign
+        yield
+        if not foreign:
+            self._own = self.keys
 
     @classmethod
     def adopt(cls, layer: DynamicLayer) -> TeamLayer:
@@ -62,7 +121,7 @@ class TeamLayer(DynamicLayer):
         team_layer = cls()
         if layer.is_initialized and layer.keys is not None:
             team_layer.lazy_initialization(layer.keys, layer.values)
-            team_layer.keys, team_layer.values = layer.keys, layer.values
+            team_layer._set(layer.keys, layer.values)
             if layer.get_seq_length():
                 team_layer.waiting = (0, layer.get_seq_length())
         return team_layer
@@ -70,7 +129,8 @@ class TeamLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append rows in place and return all of them; where gradients are recorded, by concatenation."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return super().update(key_states, value_states, *args, **kwargs)
+            self._set(*super().update(key_states, value_states, *args, **kwargs))
+            return self.keys, self.values
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -78,7 +138,7 @@ class TeamLayer(DynamicLayer):
         buffers = self._room(stop, key_states, value_states)
         for buffer, new in zip(buffers, (key_states, value_states), strict=True):
             _write(buffer, start, new)
-        self.keys, self.values = (buffer[..., :stop, :] for buffer in buffers)
+        self._set(*(buffer[..., :stop, :] for buffer in buffers))
         return self.keys, self.values
 
     def _room(self, stop: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,17 +175,19 @@ class TeamLayer(DynamicLayer):
 
         The teams, formed before, still list the row, and the replay writes it again.
         """
-        self.keys, self.values = self.keys[..., :-1, :], self.values[..., :-1, :]
+        self._set(self.keys[..., :-1, :], self.values[..., :-1, :])
 
     def regroup(self) -> None:
-        """Drop the teams; every row up to the present length waits to be grouped anew."""
+        """Drop the teams; every row up to the present length, whoever wrote it, waits to be grouped anew."""
         self.grouped = Grouped()
+        self._own = self.keys
         self.waiting = (0, self.get_seq_length()) if self.get_seq_length() else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove rows from the end; below the grouped rows the teams go too, and what is left waits to be grouped."""
         before = self.get_seq_length()
-        super().crop(tokens_to_remove)
+        with self._ours():
+            super().crop(tokens_to_remove)
         length = self.get_seq_length()
         if length == before:
             return
@@ -137,24 +199,27 @@ class TeamLayer(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.keys = self.values = None
+        self._set(None, None)
         self.is_initialized = False
         self._buffers = None
         self.grouped, self.waiting, self.noise_key = Grouped(), None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        with self._ours():
+            super().reorder_cache(beam_idx)
         self._follow(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = self.keys.shape[0] if self.get_seq_length() else 0
-        super().batch_repeat_interleave(repeats)
+        with self._ours():
+            super().batch_repeat_interleave(repeats)
         if batch:
             self._follow(torch.arange(batch, device=self.keys.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         batch = self.keys.shape[0] if self.get_seq_length() else 0
-        super().batch_select_indices(indices)
+        with self._ours():
+            super().batch_select_indices(indices)
         if batch:
             self._follow(torch.arange(batch, device=self.keys.device)[indices.to(self.keys.device)])
 
@@ -163,10 +228,27 @@ class TeamLayer(DynamicLayer):
         if self.get_seq_length() == 0:
             return
         index = index.to(self.keys.device)
-        if self.grouped.teams is not None:
-            self.grouped.teams = self.grouped.teams.select_batch(index)
+        self.grouped = self.grouped.followed(index)
         if self.noise_key is not None:
             self.noise_key = self.noise_key.index_select(0, index)
+
+    def overwrite_last(self, keys: Tensor, values: Tensor) -> None:
+        """Write the last row anew, ``(B, heads, 1, D)`` each."""
+        place = self.get_seq_length() - 1
+        _write(self.keys, place, keys)
+        _write(self.values, place, values)
+
+    def snapshot(self) -> Snapshot:
+        """The present state, for :meth:`rewind`: views of the rows, not copies."""
+        return Snapshot(self.keys, self.values, self._buffers, self.grouped, self.waiting)
+
+    def rewind(self, to: Snapshot) -> None:
+        """Go back to an earlier state of this layer. Rows behind those held then may have been written since.
+
+        The noise keys go, so that the next call keys the sequences anew.
+        """
+        self._set(to.keys, to.values)
+        self._buffers, self.grouped, self.waiting, self.noise_key = to.buffers, to.grouped, to.waiting, None
 
     def offload(self) -> None:
         raise NotImplementedError("latent_santa keeps a cache on its device: offloaded caches are not supported")

@@ -1,70 +1,31 @@
-"""Prefill, replay and decode: what each call of the base model is, and what its attention layers do in it."""
+"""Prefill, replay and decode: what happens before and after each call of the base model."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from latent_santa.access import AccessLedger
 from latent_santa.config import SantaConfig
+from latent_santa.methods import METHODS
 from latent_santa.noise import noise_keys
 
 from .cache_layer import TeamLayer, adopt_cache
+from .calls import Kind, ModelCall, classify
 from .families import Adapter
 from .grouping import group_waiting
-from .prefill_store import PrefillStore, arguments
-from .team_store import TeamStore
+from .last_token import last_token, replace_last
+from .limits import context_limit
 
 CACHE_NAMES = ("cache", "past_key_values")
-
-
-@dataclass
-class Call:
-    """One forward call of the base model.
-
-    Attributes:
-        kind: ``"prefill"`` (dense, its rows get grouped), ``"verify"`` (a few tokens at once, dense, they join the
-            suffix), ``"decode"`` or ``"replay"`` (one token, sparse), ``"dense"`` (one token under method "dense"), or
-            ``"uncached"``.
-        layers: the cache's layers.
-        visible: ``(B, L)`` bool over all rows including this call's, or None when all are real.
-        step: ``(B,)`` int64, rows that each sequence sees at its last token.
-        noise: Gumbel draws made ahead, by layer.
-    """
-
-    kind: str
-    layers: Sequence[TeamLayer] = ()
-    visible: Tensor | None = None
-    step: Tensor | None = None
-    noise: dict[int, Tensor] = field(default_factory=dict)
-    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
-
-    @property
-    def sparse(self) -> bool:
-        return self.kind in ("decode", "replay")
-
-    @property
-    def counted(self) -> bool:
-        """Whether the ledger counts it: prefill is outside the counter (Appendix C.1)."""
-        return self.kind in ("decode", "replay", "dense", "verify")
-
-    def on(self, name: str, device: torch.device) -> Tensor | None:
-        """``visible`` or ``step`` on a layer's device, moved once a call."""
-        value: Tensor | None = getattr(self, name)
-        if value is None or value.device == device:
-            return value
-        key = (name, device)
-        if key not in self._moved:
-            self._moved[key] = value.to(device)
-        return self._moved[key]
 
 
 class ThreadState(threading.local):
@@ -73,46 +34,53 @@ class ThreadState(threading.local):
     Attributes:
         call: the present call.
         made: calls by kind, which no reset forgets.
-        prefill_target: rows that a chunked prefill will have cached at its end, or None outside of one.
+        prefill_target: rows that a prompt given in chunks will have cached at its end, or None.
+        draft_prompt: the prompt's length in a generation with drafts, or None.
+        generating: whether ``generate`` runs, which asks for the last logits only.
+        all_logits: whether the present call of the model asks for more logits than the last token's.
         replaying: whether the base model is called from within its own hook.
+        preparing: whether a prefill is being made to be used several times, which leaves the replay for later.
     """
 
     def __init__(self) -> None:
-        self.call = Call("uncached")
-        self.made: dict[str, int] = {}
+        self.call = ModelCall(Kind.UNCACHED)
+        self.made: Counter[Kind] = Counter()
         self.prefill_target: int | None = None
-        self.replaying = False
+        self.draft_prompt: int | None = None
+        self.generating = self.all_logits = self.replaying = self.preparing = False
 
 
-class Controller:
-    """Watches the base model's calls through hooks and keeps their state.
+class Control:
+    """Keeps the state of the base model's calls. Its hooks classify a call, make the cache ready, and replay.
 
     Attributes:
         config: settings in force; may change between calls.
+        sequence_keys: noise keys of the next batch, or None for the places in it.
+        shadow: whether sampled calls also record their error against dense attention.
         access: the ledger.
-        calls: number of base-model calls by kind.
-        full_calls: sparse calls in which K covered every team, which are dense attention.
+        calls: base-model calls by kind, per configuration that was in force.
+        full_calls: sampled calls in which K covered every team, which are dense attention.
         thread: the calling thread's present call and what goes with it.
-        batch: the name of the batch that is generated next, or None.
-        team_store: where records of prompts that come again are kept, or None.
-        prefill_store: where their prefills are kept, or None.
     """
 
     def __init__(self, base: PreTrainedModel, adapters: list[Adapter], config: SantaConfig) -> None:
         self.base, self.adapters, self.config = base, adapters, config
         self.access = AccessLedger()
         self.sequence_keys: list[int] | None = None
-        self.calls: dict[str, int] = {}
-        self.full_calls = 0
-        self.thread = ThreadState()
-        self.batch: Hashable | None = None
-        self.team_store: TeamStore | None = None
-        self.prefill_store: PrefillStore | None = None
-        self._lock = threading.Lock()
         self.shadow = False
         self.shadow_log: dict[int, list[Tensor]] = {}
+        self.calls: dict[SantaConfig, Counter[Kind]] = {}
+        self.full_calls = 0
+        self.thread = ThreadState()
+        self._lock = threading.Lock()
+        self.handle: Any = None  # whose control this is
+        self._limit = context_limit(base.config)
         names = list(inspect.signature(type(base).forward).parameters)[1:]
-        self._names = [n for n in names if n not in ("args", "kwargs")]
+        self.names = [n for n in names if n not in ("args", "kwargs")]
+
+    def count(self, kind: Kind) -> int:
+        """Calls of one kind since the last reset, whatever the settings."""
+        return sum(made[kind] for made in self.calls.values())
 
     def count_full(self) -> None:
         """Note that K covered every team in this call, which makes it dense attention."""
@@ -124,183 +92,195 @@ class Controller:
         with self._lock:
             self.shadow_log.setdefault(layer, []).append(error)
 
+    def reset(self) -> None:
+        """Forget the ledger, call counts and shadow errors."""
+        self.access.reset()
+        self.calls.clear()
+        self.full_calls = 0
+        self.shadow_log.clear()
+
+    # hooks of the base model
+
     def before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        """Forward pre-hook of the base model: classify the call and make the cache ready for it."""
-        kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if self.thread.replaying:
+        """Forward pre-hook: classify the call and make the cache ready for it."""
+        kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        thread = self.thread
+        if thread.replaying:
             return (), kwargs
-        if base.training and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "the model is in training mode with gradients enabled; latent_santa supports inference: call "
-                "model.eval() and use torch.no_grad(), or unpatch first"
-            )
-        if kwargs.get("output_attentions") or base.config.output_attentions:
-            raise NotImplementedError(
-                "output_attentions=True was asked for; sampled attention has no full attention weights: switch it off, "
-                "or use santa.shadow for its error against dense attention"
-            )
-        cache_name = next((n for n in CACHE_NAMES if kwargs.get(n) is not None), None)
-        cache = kwargs[cache_name] if cache_name else None
-        use_cache = kwargs.get("use_cache")
-        if cache is None and (base.config.use_cache if use_cache is None else use_cache):
-            cache_name = next(n for n in CACHE_NAMES if n in self._names)
-            cache = kwargs[cache_name] = DynamicCache(config=base.config)
+        self._refuse(kwargs)
+        cache = self._cache(kwargs)
         if cache is None:
-            self._begin(Call("uncached"))
+            self._begin(ModelCall(Kind.UNCACHED))
             return (), kwargs
-        adopt_cache(cache)
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if tokens is None:
             raise ValueError("the base model was called with neither input_ids nor inputs_embeds")
-        self._begin(self._classify(cache, tokens, kwargs.get("attention_mask")))
-        if self.thread.call.kind == "decode":
-            self._group(self.thread.call.layers, self.thread.call.visible)
-        return (), kwargs
-
-    def _begin(self, call: Call) -> None:
-        self.thread.call = call
-        self.thread.made[call.kind] = self.thread.made.get(call.kind, 0) + 1
-        with self._lock:
-            self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
-
-    def _classify(self, cache: Any, tokens: Tensor, mask: Any) -> Call:
-        """Name the call by its number of tokens and by what the cache already holds."""
         batch, new = tokens.shape[:2]
-        held = cache.get_seq_length()
-        while len(cache.layers) < len(self.adapters):
-            cache.layers.append(TeamLayer())
-        layers = cache.layers
-        visible = self._visible(mask, batch, held + new)
+        layers = self._layers(cache)
+        held = layers[0].get_seq_length()
+        visible = visible_rows(kwargs.get("attention_mask"), batch, held + new)
+        if held and layers[0].grouped.hides(visible):
+            for layer in layers:
+                layer.regroup()
+        self._key_sequences(layers, batch, held, tokens.device)
+        kind, prompt = classify(
+            held,
+            new,
+            turn=self.config.parent_size,
+            sampled=METHODS[self.config.method].sampled,
+            chunked=thread.prefill_target is not None,
+            prompt=thread.draft_prompt,
+        )
+        if prompt:
+            for layer in layers:
+                layer.waiting = (held if layer.waiting is None else layer.waiting[0], held + prompt)
         if visible is None:
             step = torch.full((batch,), held + new, dtype=torch.int64, device=tokens.device)
         else:
             step = visible.sum(-1)
-        if layers[0].noise_key is None or layers[0].noise_key.shape[0] != batch or held == 0:
-            self._key_sequences(layers, batch, tokens.device)
-        if held == 0:
-            kind = "prefill"
-        elif self.thread.prefill_target is not None:
-            kind = "prefill"
-        elif new == 1:
-            kind = "dense" if self.config.method == "dense" else "decode"
-        else:
-            kind = "prefill" if new >= self.config.parent_size else "verify"
-        if kind == "prefill":
-            for layer in layers:
-                start = layer.waiting[0] if layer.waiting is not None else held
-                layer.waiting = (start, held + new)
-        return Call(kind, layers, visible, step)
+        self._begin(ModelCall(kind, layers, visible, step))
+        self._warn_beyond_limit(held + new, step)
+        if kind is Kind.DECODE:
+            self._group(layers, visible)
+        return (), kwargs
 
-    @staticmethod
-    def _visible(mask: Any, batch: int, length: int) -> Tensor | None:
-        if mask is None:
-            return None
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            got = f"a mask of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+    def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook: after a prefill, group its rows and replay its last token (Appendix F)."""
+        call, thread = self.thread.call, self.thread
+        if thread.replaying or call.kind is not Kind.PREFILL or thread.preparing or thread.all_logits:
+            return output
+        if self.config.first_token == "dense" or not METHODS[self.config.method].sampled:
+            return output
+        if thread.prefill_target is not None and call.layers[0].get_seq_length() < thread.prefill_target:
+            return output  # another chunk of this prompt follows
+        if any(layer.foreign for layer in call.layers):
+            return output  # somebody pruned rows in the prefill, and the last token's may be among them
+        self._group(call.layers, call.visible)
+        for layer in call.layers:
+            layer.hold_back_last()
+        self._begin(ModelCall(Kind.REPLAY, call.layers, call.visible, call.step))
+        thread.replaying = True
+        try:
+            again = base(**last_token(kwargs))
+        finally:
+            thread.replaying = False
+        return replace_last(output, again)
+
+    def prepare(self, cache: Any, mask: Tensor | None) -> None:
+        """Group the rows of a filled cache that wait for it."""
+        layers = self._layers(cache)
+        visible = visible_rows(mask, layers[0].keys.shape[0], layers[0].get_seq_length())
+        self._group(layers, visible)
+
+    def _group(self, layers: Sequence[TeamLayer], visible: Tensor | None) -> None:
+        with torch.autocast(layers[0].keys.device.type, enabled=False):
+            group_waiting(layers, self.adapters, visible, self.config)
+
+    # hooks of the model on top of it
+
+    def asked(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: whether more logits are asked for than the last token's, so that no one is sampled alone.
+
+        A call that scores a whole text is dense at every position; ``generate`` and ``logits_to_keep=1`` decode.
+        """
+        keep = kwargs.get("logits_to_keep", 0)
+        only_last = keep.numel() == 1 if isinstance(keep, Tensor) else keep == 1
+        self.thread.all_logits = not self.thread.generating and (kwargs.get("labels") is not None or not only_last)
+
+    def answered(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook, after failures too."""
+        self.thread.all_logits = False
+
+    # steps of `before`
+
+    def _refuse(self, kwargs: dict[str, Any]) -> None:
+        if self.base.training and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"got {got} as attention_mask; supported is None or a 2D padding mask (batch, cached + new tokens)"
+                "the model is in training mode with gradients enabled; latent_santa supports inference: call "
+                "model.eval() and use torch.no_grad(), or unpatch first"
             )
-        if tuple(mask.shape) != (batch, length):
-            raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}, but {batch} sequences with {length} cached and new "
-                f"tokens need ({batch}, {length})"
+        if kwargs.get("output_attentions") or self.base.config.output_attentions:
+            raise NotImplementedError(
+                "output_attentions=True was asked for; sampled attention has no full attention weights: switch it off, "
+                "or use santa.shadow for its error against dense attention"
             )
-        return mask.bool()
 
-    def _key_sequences(self, layers: Sequence[TeamLayer], batch: int, device: torch.device) -> None:
+    def _cache(self, kwargs: dict[str, Any]) -> Any:
+        """The call's cache, made where the call wants one and brings none; None where it runs without."""
+        name = next((n for n in CACHE_NAMES if kwargs.get(n) is not None), None)
+        if name is not None:
+            return kwargs[name]
+        use_cache = kwargs.get("use_cache")
+        if not (self.base.config.use_cache if use_cache is None else use_cache):
+            return None
+        name = next(n for n in CACHE_NAMES if n in self.names)
+        kwargs[name] = DynamicCache(config=self.base.config)
+        return kwargs[name]
+
+    def _layers(self, cache: Any) -> list[TeamLayer]:
+        """The cache's layers, one per patched module. Where somebody else assigned rows, all of them wait again."""
+        adopt_cache(cache)
+        while len(cache.layers) < len(self.adapters):
+            cache.layers.append(TeamLayer())
+        layers: list[TeamLayer] = cache.layers
+        for layer in layers:
+            if layer.foreign:
+                layer.regroup()
+        lengths = {length for layer in layers if (length := layer.get_seq_length())}
+        if len(lengths) > 1:
+            raise NotImplementedError(
+                f"the cache's layers hold different numbers of rows ({', '.join(map(str, sorted(lengths)))}): a method "
+                "that evicts rows per layer beside latent_santa is not supported; evict the same number in each"
+            )
+        return layers
+
+    def _begin(self, call: ModelCall) -> None:
+        self.thread.call = call
+        self.thread.made[call.kind] += 1
+        with self._lock:
+            self.calls.setdefault(self.config, Counter())[call.kind] += 1
+
+    def _key_sequences(self, layers: Sequence[TeamLayer], batch: int, held: int, device: torch.device) -> None:
+        """Key the noise of a cache's sequences when it is first filled."""
+        if held and layers[0].noise_key is not None and layers[0].noise_key.shape[0] == batch:
+            return
         keys = list(range(batch)) if self.sequence_keys is None else self.sequence_keys
         if len(keys) != batch:
             raise ValueError(
                 f"sequence_keys has {len(keys)} entries for a batch of {batch} sequences (beams and returned sequences "
-                "count): give one a sequence, or None for their place in the batch"
+                "count): give one per sequence, or None for their places in the batch"
             )
         for layer in layers:
             layer.noise_key = noise_keys(self.config.seed, keys, device)
 
-    def prepare(self, cache: Any, mask: Tensor | None) -> None:
-        """Group the rows of a filled cache that wait for it."""
-        adopt_cache(cache)
-        batch, length = cache.layers[0].keys.shape[0], cache.get_seq_length()
-        self._group(cache.layers, self._visible(mask, batch, length))
-
-    def _group(self, layers: Sequence[TeamLayer], visible: Tensor | None) -> None:
-        with torch.autocast(layers[0].keys.device.type, enabled=False):
-            group_waiting(layers, self.adapters, visible, self.config, self.team_store, self.batch)
-
-    def reusing(self, forward: Any) -> Any:
-        """The base model's ``forward``, which takes the prefill of a named batch from the store if it is there."""
-
-        @functools.wraps(forward)
-        def reused(*args: Any, **kwargs: Any) -> Any:
-            store, batch, call = self.prefill_store, self.batch, self.thread.call
-            given = arguments(self.base, kwargs) if not args and self._reusable() else None
-            if store is None or given is None:
-                return forward(*args, **kwargs)
-            cache = next(value for value in kwargs.values() if isinstance(value, Cache))
-            output = store.fill(batch, given, cache)
-            if output is None:
-                output = forward(**kwargs)
-                store.keep(batch, given, call.layers, output)
-            return output
-
-        return reused
-
-    def _reusable(self) -> bool:
-        """Whether the present call fills an empty cache with all of a named batch's prompt, and nothing but that."""
-        call = self.thread.call
-        return (
-            self.prefill_store is not None
-            and self.batch is not None
-            and call.kind == "prefill"
-            and call.layers[0].get_seq_length() == 0
-            and self.thread.prefill_target is None
-            and not self.base.training
-            and not torch.is_grad_enabled()
-            and not hasattr(self.base, "_hf_hook")  # accelerate moves weights, inputs and outputs around the call
+    def _warn_beyond_limit(self, rows: int, step: Tensor) -> None:
+        if self._limit is None or rows <= self._limit or int(step.max()) <= self._limit:
+            return
+        warnings.warn(
+            f"{int(step.max())} tokens are beyond the {self._limit} positions that this model was made for: its "
+            "answers may be wrong, with dense attention too",
+            stacklevel=2,
         )
-
-    def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forward hook of the base model: after a prefill, group its rows and replay its last token."""
-        call = self.thread.call
-        if self.thread.replaying or call.kind != "prefill":
-            return output
-        if self.config.first_token == "dense" or self.config.method == "dense":
-            return output
-        if self.thread.prefill_target is not None and call.layers[0].get_seq_length() < self.thread.prefill_target:
-            return output  # another chunk of this prompt follows
-        self._group(call.layers, call.visible)
-        for layer in call.layers:
-            layer.hold_back_last()
-        self._begin(Call("replay", call.layers, call.visible, call.step))
-        self.thread.replaying = True
-        try:
-            again = base(**_last_token(kwargs))
-        finally:
-            self.thread.replaying = False
-        return _replace_last(output, again)
+        self._limit = None  # said once
 
 
-def _last_token(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the base model for the last token alone."""
-    kwargs = dict(kwargs)
-    for name in ("input_ids", "inputs_embeds"):
-        if kwargs.get(name) is not None:
-            kwargs[name] = kwargs[name][:, -1:]
-    for name in ("position_ids", "cache_position"):
-        if kwargs.get(name) is not None:
-            kwargs[name] = kwargs[name][..., -1:]
-    return kwargs
+def visible_rows(mask: Any, batch: int, length: int) -> Tensor | None:
+    """A 2D padding mask as bool ``(batch, length)``, or None when every row is real.
 
-
-def _replace_last(output: Any, again: Any) -> Any:
-    """The prefill's output with the replayed token's hidden states in the last place."""
-
-    def joined(dense: Tensor, sparse: Tensor) -> Tensor:
-        return torch.cat((dense[:, :-1], sparse.to(dense.device)), 1)
-
-    if isinstance(output, tuple):
-        return (joined(output[0], again[0]), *output[1:])
-    output.last_hidden_state = joined(output.last_hidden_state, again.last_hidden_state)
-    if getattr(output, "hidden_states", None) is not None:
-        output.hidden_states = tuple(map(joined, output.hidden_states, again.hidden_states))
-    return output
+    Raises:
+        NotImplementedError: a mask of another kind.
+        ValueError: a mask of another shape.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        got = f"a mask of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise NotImplementedError(
+            f"got {got} as attention_mask; supported is None or a 2D padding mask (batch, cached + new tokens)"
+        )
+    if tuple(mask.shape) != (batch, length):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, but {batch} sequences with {length} cached and new "
+            f"tokens need ({batch}, {length})"
+        )
+    return mask.bool()

@@ -88,9 +88,6 @@ class FakeHandle:
     def __init__(self, sparse_a_prompt: int = 1) -> None:
         self.access = FakeLedger()
         self.sequence_keys: list[int] | None = None
-        self.batch: Any = None
-        self.team_store = None
-        self.prefill_store: Any = None
         self.configured: list[dict[str, Any]] = []
         self.keys: list[int] = []
         self._per_prompt = sparse_a_prompt

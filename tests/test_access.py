@@ -11,7 +11,7 @@ import torch
 
 from latent_santa import AccessLedger, access
 from latent_santa import naive as ref
-from latent_santa.access import GQA_SANTA_UNIT, GQA_UNIT, MLA_UNIT, PACK
+from latent_santa.access import GQA_SCAN_UNIT, GQA_UNIT, MLA_UNIT, PACK
 
 from .cases import make_case
 
@@ -20,7 +20,7 @@ SETUPS = {
     "mla": ("mla", 1, "santa++", MLA_UNIT),
     "mla-santa": ("mla", 1, "santa", MLA_UNIT),
     "gqa": ("gqa", 2, "santa++", GQA_UNIT),
-    "gqa-santa": ("gqa", 2, "santa", GQA_SANTA_UNIT),
+    "gqa-santa": ("gqa", 2, "santa", GQA_SCAN_UNIT),
 }
 
 
@@ -162,7 +162,7 @@ def test_equation_13_by_hand():
     ledger.record(0, GQA_UNIT, *counts([[10, 4]], [[7, 5]], [[2, 2]], [[40, 40]]))
     assert ledger.percent == pytest.approx(100 * (14 + 2 * 16) / 160)
     ledger.reset()
-    ledger.record(0, GQA_SANTA_UNIT, *counts([[40]], [[7]], [[2]], [[40]]))
+    ledger.record(0, GQA_SCAN_UNIT, *counts([[40]], [[7]], [[2]], [[40]]))
     assert ledger.percent == pytest.approx(100 * (40 + 9) / 80)
     # both kinds in one ledger, as after the method was changed between generations
     ledger.record(0, GQA_UNIT, *counts([[10]], [[7]], [[2]], [[40]]))
@@ -218,7 +218,7 @@ def test_long_runs_are_packed_without_losing_a_call():
 def test_steps_keep_their_order_when_settings_change():
     """Call numbers follow the calls, whichever unit they were counted in."""
     ledger, one = AccessLedger(), torch.ones(1, 1, dtype=torch.int64)
-    units = [(GQA_UNIT, GQA_SANTA_UNIT)[step % 2] for step in range(PACK + 20)]
+    units = [(GQA_UNIT, GQA_SCAN_UNIT)[step % 2] for step in range(PACK + 20)]
     for step, unit in enumerate(units):
         ledger.record(0, unit, one, step * one, one, one)
     table = ledger.per_step()

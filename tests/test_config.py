@@ -7,7 +7,9 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from latent_santa import SantaConfig
-from latent_santa.config import CHOICES
+from latent_santa.config import choices
+
+CHOICES = choices()
 
 INTEGERS = ("parent_size", "representatives", "budget", "seed", "kmeans_seed")
 
@@ -128,7 +130,7 @@ def test_with_overrides_unknown_field():
 OTHER = {
     "parents": "contiguous", "parent_size": 32, "representatives": 8, "budget": 256, "estimator": "pooled",
     "noise": "shared", "seed": 5, "kmeans_seed": 6, "kmeans_engine": "torch", "backend": "torch",
-    "routing_dtype": "int4",
+    "routing_dtype": "int4", "draws": "systematic",
     "first_token": "dense",
 }  # fmt: skip
 SHAPES_TEAMS = [

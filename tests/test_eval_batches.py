@@ -22,9 +22,7 @@ from latent_santa.eval.run.render import Renderer, ids_sha256
 from latent_santa.eval.run.runner import Runner, batches
 from latent_santa.eval.run.store import Prompt, Store
 from latent_santa.eval.sources.samples import make_sample
-from latent_santa.patches import grouping
-from latent_santa.patches.prefill_store import PrefillStore
-from latent_santa.patches.team_store import TeamStore
+from latent_santa.methods import santapp
 from tests.eval_support import save_random_model, tokenizer
 
 DENSE = Condition("dense")
@@ -67,13 +65,11 @@ def make_prompts(renderer, n=5):
     return prompts
 
 
-def make_runner(directory, model, handle, batch_size, reuse=True, prefills=False, text=None):
+def make_runner(directory, model, handle, batch_size, text=None):
     renderer = Renderer(tokenizer())
     store = Store(directory)
     if not store.frozen:
         store.freeze({"settings": {}, "conditions": []}, make_prompts(renderer))
-    handle.team_store = TeamStore() if reuse else None
-    handle.prefill_store = PrefillStore(1 << 30) if prefills else None
     progress = Progress(Console(file=text or io.StringIO(), width=200), every=0)
     return Runner(store, model, handle, renderer, 3, 0.0, progress, Processes(), batch_size)
 
@@ -105,15 +101,15 @@ def handle(model):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, model, handle):
-    runner = make_runner(tmp_path_factory.mktemp("alone"), model, handle, 1, reuse=False)
+    runner = make_runner(tmp_path_factory.mktemp("alone"), model, handle, 1)
     assert runner.run(CONDITIONS) == 0
     return rows(runner.store)
 
 
 @pytest.fixture
 def formed(monkeypatch):
-    calls, form = [], grouping.form_parents
-    monkeypatch.setattr(grouping, "form_parents", lambda *args: calls.append(args[2].grouping) or form(*args))
+    calls, form = [], santapp.form_parents
+    monkeypatch.setattr(santapp, "form_parents", lambda *args: calls.append(args[2].grouping) or form(*args))
     return calls
 
 
@@ -133,69 +129,6 @@ def test_a_batch_is_its_prompts_alone(tmp_path, model, handle, alone, formed):
             assert calls == ((result["n_new"], 0) if sparse else (0, result["n_new"] - 1))
             assert result["access"]["calls"] == 2 * sum(calls)
     assert min(result["n_new"] for result in alone["dense"]) == 1
-    # each batch once for the four conditions of SANTA++'s two groupings, and each time for centroids
-    assert len(formed) == 4 * 3 and runner.handle.team_store.found == 4 * 2
-
-
-def test_reuse_of_teams_changes_nothing(tmp_path, model, handle, alone, formed):
-    conditions = (DENSE, POOLED[0], PER_HEAD[0], POOLED[1], PER_HEAD[1])  # out of order
-    runner = make_runner(tmp_path, model, handle, 1)
-    runner.run(conditions)
-    assert rows(runner.store) == {condition.slug: alone[condition.slug] for condition in conditions}
-    assert len(formed) == 2 * 10 and len(set(formed)) == 2
-    assert formed == sorted(formed, key=formed.index)  # one grouping after the other
-
-
-@pytest.mark.parametrize("teams", [False, True])
-def test_reuse_of_prefills_changes_nothing(tmp_path, model, handle, alone, teams):
-    lengths = []
-    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    runner = make_runner(tmp_path, model, handle, 3, reuse=teams, prefills=True)
-    assert runner.run(CONDITIONS) == 0
-    hook.remove()
-    assert rows(runner.store) == alone
-    assert sum(length > 1 for length in lengths) == 4
-    assert handle.prefill_store.found == 4 * (len(CONDITIONS) - 1)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_want_of_memory_frees_kept_prefills(tmp_path, model, handle, alone, monkeypatch, size):
-    real, sizes, held = generation.generate, [], []
-
-    def limited(model, tokenizer, prompts, cap):
-        sizes.append(len(prompts))
-        held.append(handle.prefill_store.bytes if handle.prefill_store is not None else None)
-        if len(sizes) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory\nwith details")
-        return real(model, tokenizer, prompts, cap)
-
-    monkeypatch.setattr(generation, "generate", limited)
-    text = io.StringIO()
-    runner = make_runner(tmp_path, model, handle, size, prefills=True, text=text)
-    conditions = (DENSE, PER_HEAD[0])
-    assert runner.run(conditions) == 0
-    assert rows(runner.store) == {condition.slug: alone[condition.slug] for condition in conditions}
-    # the failed batch is generated again as it is, and nothing is kept any more
-    assert sizes[1] == sizes[2] and len(sizes) == 1 + 2 * (10 if size == 1 else 4)
-    assert held[0] == 0 and held[1] > 0 and set(held[2:]) == {None} and handle.prefill_store is None
-    shown = " ".join(text.getvalue().split())
-    assert shown.count("OutOfMemoryError: CUDA out of memory; from now on no prefills are kept") == 1
-    assert "one by one" not in shown
-
-
-def test_other_failures_leave_kept_prefills(tmp_path, model, handle, monkeypatch):
-    real, calls = generation.generate, []
-
-    def broken(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            raise ValueError("no such answer")
-        return real(*args)
-
-    monkeypatch.setattr(generation, "generate", broken)
-    runner = make_runner(tmp_path, model, handle, 1, prefills=True)
-    assert runner.run((DENSE, PER_HEAD[0])) == 1
-    assert len(calls) == 20 and handle.prefill_store.found == 9
 
 
 def test_memory_for_prefills(monkeypatch):

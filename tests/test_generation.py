@@ -263,18 +263,23 @@ def groups(santa):
     return 1 if santa.layout == "mla" else 2
 
 
-def test_drafts_are_verified_densely_and_crops_below_the_prompt_regroup(model, monkeypatch):
-    ids, lengths = torch.cat([prompt(20)] * 3, 1), []
-    regroup = TeamLayer.regroup
-    monkeypatch.setattr(TeamLayer, "regroup", lambda self: (lengths.append(self.get_seq_length()), regroup(self)))
+@pytest.mark.parametrize("drafts", [3, 20])
+def test_drafts_are_verified_densely_and_never_grouped(model, drafts, monkeypatch):
+    """However many they are, and in the first call too, where they stand behind the whole prompt."""
+    ids = torch.cat([prompt(20)] * 3, 1)
+    monkeypatch.setattr(TeamLayer, "regroup", lambda self: pytest.fail("a verification regrouped the prompt"))
     with latent_santa.patch(model, **SMALL) as santa:
-        # the first call holds drafts behind the prompt's last token already, and wrong ones are cropped
-        output = generate(model, ids, 12, prompt_lookup_num_tokens=3)
-        assert santa.prefill_calls == 1 and santa.sparse_calls > 1
-        assert len(lengths) == 2 and 60 <= lengths[0] < 63
+        output = generate(model, ids, 12, prompt_lookup_num_tokens=drafts)
+        assert santa.prefill_calls == 0 and santa.sparse_calls > 0 and santa.dense_calls > 0
+        calls = santa.access.per_step()
+        assert len(calls) == santa.sparse_calls + santa.dense_calls
+        groups = 1 if santa.layout == "mla" else 2
+        # the first one reads the prompt and its drafts, all of them densely
+        first = calls[0]
+        assert first["routing"] == 0 and first["union"] == first["dense"] >= (60 + 2) * santa.layers * groups
         for layer in cache_of(output).layers:
-            assert layer.grouped.stop == lengths[0]
-            assert (layer.grouped.teams.team_of_row >= 0).all()
+            assert layer.grouped.stop == 60 and layer.grouped.exact == ()
+            assert layer.grouped.teams.length == 60
 
 
 def test_beams_carry_their_teams(model):
@@ -304,7 +309,7 @@ def test_two_interleaved_caches(model):
             for _ in range(5):
                 for i in (0, 1):
                     given = {} if caches[i] is None else {name: caches[i]}
-                    output = model(tokens[i], use_cache=True, **given)
+                    output = model(tokens[i], use_cache=True, logits_to_keep=1, **given)
                     caches[i] = cache_of(output)
                     scores[i].append(output.logits[:, -1])
                     tokens[i] = scores[i][-1].argmax(-1, keepdim=True)
@@ -356,20 +361,37 @@ def test_by_hand_without_generate(model, name):
                 torch.testing.assert_close(output.logits[:, -1], scores[step], rtol=1e-4, atol=1e-4)
         assert santa.access.totals() == counts
         with torch.no_grad():
-            plain = model(ids, return_dict=False)
+            plain = model(ids, return_dict=False, logits_to_keep=1)
         torch.testing.assert_close(plain[0][:, -1], scores[0], rtol=1e-4, atol=1e-4)
 
 
-def test_prefill_scores_before_the_last_are_dense(model):
+def test_a_call_that_asks_for_all_logits_is_dense_at_every_position(model):
+    """A score must not depend on which position is the last one of a padded batch."""
     ids = prompt(50)
     with torch.no_grad():
-        wanted = model(ids).logits
+        wanted, hidden = model(ids).logits, model.model(ids).last_hidden_state[:, -1:]
+        with latent_santa.patch(model, **SMALL) as santa:
+            assert model(ids).logits.equal(wanted)
+            assert model(ids, labels=ids).logits.equal(wanted)
+            assert model(ids, logits_to_keep=torch.tensor([3, 49])).logits.allclose(wanted[:, [3, 49]], atol=1e-5)
+            assert (santa.prefill_calls, santa.sparse_calls) == (3, 0)
+            assert "every call was a dense prefill" in santa.report()
+            with pytest.raises(ValueError):  # a call that fails leaves nothing behind
+                model(ids, attention_mask=torch.ones(1, 3))
+            assert not model.model(ids).last_hidden_state[:, -1:].allclose(hidden)
+            assert santa.sparse_calls == 1  # the base model knows of no logits: it replays
+
+
+def test_hidden_states_before_the_last_are_dense(model):
+    ids = prompt(50)
+    with torch.no_grad():
         dense = model(ids, output_hidden_states=True).hidden_states
         with latent_santa.patch(model, **SMALL):
-            found = model(ids).logits
-            hidden = model(ids, output_hidden_states=True).hidden_states
-    assert found[:, :-1].equal(wanted[:, :-1])
-    assert not torch.allclose(found[:, -1], wanted[:, -1], atol=1e-2)
+            output = model(ids, output_hidden_states=True, logits_to_keep=1)
+            some = model(ids, output_hidden_states=[0], logits_to_keep=1).hidden_states
+    hidden = output.hidden_states
     assert len(hidden) == 3 and all(h.shape == (1, 50, hidden[0].shape[-1]) for h in hidden)
-    torch.testing.assert_close(model.lm_head(hidden[-1]), found)
+    assert len(some) == len(model(ids, output_hidden_states=[0]).hidden_states)
+    torch.testing.assert_close(model.lm_head(hidden[-1][:, -1:]), output.logits)
+    assert all(h[:, :-1].equal(d[:, :-1]) for h, d in zip(hidden, dense, strict=True))
     assert not torch.allclose(hidden[1][:, -1], dense[1][:, -1], atol=1e-2)

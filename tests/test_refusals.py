@@ -313,9 +313,12 @@ def test_triton_on_the_cpu(model, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # as in a user's process
     ids = prompt(30)
     wanted = generate(model, ids)
-    with latent_santa.patch(model, **SMALL, backend="triton"):
-        with pytest.raises(RuntimeError, match='backend="triton" cannot run here: .*use backend="torch"'):
-            generate(model, ids)
+    with pytest.raises(RuntimeError, match='backend="triton" cannot run here: .*use backend="torch"'):
+        latent_santa.patch(model, **SMALL, backend="triton")
+    with latent_santa.patch(model, **SMALL) as santa:
+        with pytest.raises(RuntimeError, match='backend="triton" cannot run here'):
+            santa.configure(backend="triton")
+        assert santa.config.backend == "auto"
     assert_same(generate(model, ids), wanted, 0)
 
 

@@ -34,7 +34,7 @@ def test_calls_of_many_tokens_by_hand_are_turns(model):
         with latent_santa.patch(model, **settings) as santa, torch.no_grad():
             cache = decode_by_hand(model, prompt(40), 5)[2]
             santa.reset()
-            found = [model(ids, **{name: cache}).logits[:, -1] for ids in turn.split((16, 14), 1)][-1]
+            found = [model(ids, logits_to_keep=1, **{name: cache}).logits[:, -1] for ids in turn.split((16, 14), 1)][-1]
             assert [(layer.grouped.exact, layer.grouped.stop) for layer in cache.layers] == [(((40, 44),), 74)] * 2
             assert (santa.prefill_calls, santa.sparse_calls) == (2, 2)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)  # under EVERY_TEAM, the last of the two

@@ -195,10 +195,14 @@ def generate(
 def decode_by_hand(
     model: PreTrainedModel, ids: Tensor, new: int, cache: Cache | None = None, **kwargs: Any
 ) -> tuple[Tensor, list[Tensor], Cache]:
-    """Greedy decoding by calling the model itself: new tokens ``(batch, new)``, each step's scores, and the cache."""
+    """Greedy decoding by calling the model itself: new tokens ``(batch, new)``, each step's scores, and the cache.
+
+    The first call asks for the last logits only, as one that decodes does: a call that asks for all is scored densely.
+    """
     name, tokens, scores = cache_name(model), [], []
     with torch.no_grad():
-        output = model(ids, use_cache=True, **({name: cache} if cache is not None else {}), **kwargs)
+        given = {name: cache} if cache is not None else {}
+        output = model(ids, use_cache=True, logits_to_keep=1, **given, **kwargs)
         for step in range(new):
             scores.append(output.logits[:, -1])
             tokens.append(scores[-1].argmax(-1, keepdim=True))

@@ -148,8 +148,6 @@ class Evaluation:
         if all(_complete(store, condition, wanted) for condition in self.conditions):
             return
         from latent_santa import patch
-        from latent_santa.patches.prefill_store import PrefillStore
-        from latent_santa.patches.team_store import TeamStore
 
         if processes.first and (note := self.spec.sharing(processes.local_world)):
             self._say(f"note: {note}")
@@ -161,9 +159,6 @@ class Evaluation:
             handle = patch(loaded.model, self.config)
         except NotImplementedError as error:
             raise EvalError(f"--model {self.spec.name}: {error}") from error
-        handle.team_store = TeamStore()
-        if limit := prefill_bytes(self.keep_prefills, self.spec, processes):
-            handle.prefill_store = PrefillStore(limit)
         with handle:
             Runner(
                 store,

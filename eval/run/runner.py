@@ -30,18 +30,10 @@ class Ledger(Protocol):
     def sequence_totals(self, calls: Sequence[int]) -> list[dict[str, int]]: ...
 
 
-class TeamStore(Protocol):
-    """What the runner needs of the store of team records."""
-
-    def clear(self) -> None: ...
-
-
 class Handle(Protocol):
     """What the runner needs of a patched model's handle."""
 
     sequence_keys: list[int] | None
-    batch: Any
-    prefill_store: Any
 
     def configure(self, **overrides: Any) -> Any: ...
 
@@ -53,9 +45,6 @@ class Handle(Protocol):
 
     @property
     def dense_calls(self) -> int: ...
-
-    @property
-    def team_store(self) -> TeamStore | None: ...
 
 
 @dataclass
@@ -168,15 +157,13 @@ class Runner:
         """Generate and score the prompts of one batch: their results, or none and what went wrong.
 
         A result counts tokens, calls and rows of its own prompt, as alone; its `seconds` are the batch's time divided
-        by `batch`, the number of prompts in it. Want of memory while prefills are kept frees them for good, and the
-        batch is generated again.
+        by `batch`, the number of prompts in it.
         """
         prompts = [self._ids(prompt) for prompt in batch]
         names = [prompt.sample.id for prompt in batch]
         handle = self.handle
         handle.access.reset()
         handle.sequence_keys = [generation.sequence_key(self.seed, name) for name in names]
-        handle.batch = tuple(names)
         sparse, dense = handle.sparse_calls, handle.dense_calls
         start, failure = time.perf_counter(), None
         try:
@@ -184,14 +171,8 @@ class Runner:
         except Exception as error:  # out of memory has several types, by device; the rest of the run goes on
             failure = f"{type(error).__name__}: {error}".split("\n")[0]
         if failure is not None:  # outside of the handler, whose traceback holds the failed call's tensors
-            if handle.team_store is not None:
-                handle.team_store.clear()
-            again = handle.prefill_store is not None and _short_of_memory(failure)
-            if again:
-                handle.prefill_store = None
-                self._say(f"{condition.name}: {failure}; from now on no prefills are kept", "yellow")
             _free_memory()
-            return self._generate(condition, batch) if again else ([], failure)
+            return [], failure
         sparse, dense = handle.sparse_calls - sparse, handle.dense_calls - dense
         # a step of the batch is a call; those after a sequence's own end are not its own
         calls = [(max(0, sparse - answer.late), max(0, dense - answer.late)) for answer in answers]
@@ -267,11 +248,6 @@ class _Running:
         score = f"{100 * sum(scores) / len(scores):.1f}" if scores else "-"
         rows = f", rows {100 * self.read / self.dense:.1f} %" if self.dense else ""
         return f"{task} score {score}{rows}"
-
-
-def _short_of_memory(failure: str) -> bool:
-    """Whether an exception's type and first line say so; devices and libraries have no type in common."""
-    return any(word in failure.lower() for word in ("out of memory", "outofmemory", "memoryerror", "alloc"))
 
 
 def _free_memory() -> None:

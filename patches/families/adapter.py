@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from latent_santa.access import Unit
 from latent_santa.rows import Rows
 
 
@@ -28,9 +27,6 @@ class Adapter(Protocol):
     module: Any
     replaces: dict[str, Any] = {}
     key_dims: tuple[int, ...]
-
-    def unit(self, method: str) -> Unit:
-        """What a method's rows cost in this layout, in the ledger's units."""
 
     def check(self) -> None:
         """Raise NotImplementedError if the module does not compute what this adapter assumes. By default it does."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latent_santa.access import GQA_SANTA_UNIT, GQA_UNIT, Unit
 from latent_santa.rows import Rows
 
 from .adapter import Adapter
@@ -22,9 +21,6 @@ class GqaAdapter(Adapter):
         self.module = module
         self.key_dims = (module.head_dim,)
         self.group = module.num_key_value_groups
-
-    def unit(self, method: str) -> Unit:
-        return GQA_SANTA_UNIT if method == "santa" else GQA_UNIT
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
         """Query states ``(B, G * H, 1, D)`` as one part ``(B, G, H, D)``, float32; a group's heads are neighbours."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latent_santa.access import MLA_UNIT, Unit
 from latent_santa.rows import Rows
 
 from .adapter import Adapter
@@ -39,9 +38,6 @@ class MlaAdapter(Adapter):
         # taken anew at every query: nothing shows reliably that a projection has not changed since. A write through
         # ``weight.data`` does not count as a version, and an adapter's scale is a number anywhere in its module
         self._weights: Tensor | None = None
-
-    def unit(self, method: str) -> Unit:
-        return MLA_UNIT
 
     def up_projection(self) -> Tensor:
         """W_UK over W_UV as the module applies them now: ``(H, nope + v, rank)`` in the model's dtype.

@@ -1,0 +1,14 @@
+"""The compared methods of attention, one file each. A new method is its file and a line here."""
+
+from .base import Method
+from .centroid import Centroid
+from .dense import Dense
+from .gumbel_rows import GumbelRows
+from .santa import Santa
+from .santapp import SantaPlusPlus
+
+METHODS: dict[str, Method] = {
+    method.name: method for method in (SantaPlusPlus(), Santa(), GumbelRows(), Centroid(), Dense())
+}
+
+__all__ = ["METHODS", "Method"]

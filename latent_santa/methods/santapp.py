@@ -1,0 +1,91 @@
+"""SANTA++ (Section 2, Algorithm 1): teams sampled by one representative each, read whole, and corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..parents import form_parents
+from ..rows import Rows
+from ..step import DecodeStep, Output, Sampling
+from ..teams import Teams, build_teams, freeze_representatives
+from .base import Choose, Method
+
+if TYPE_CHECKING:
+    from ..config import SantaConfig
+
+# numbers in the stack of several layers' points: half a gigabyte in bfloat16
+STACKED_NUMBERS = 1 << 28
+
+
+class SantaPlusPlus(Method):
+    name = "santa++"
+    about = "teams sampled by their representatives (Algorithm 1)"
+    settings: tuple[str, ...] = (
+        "parents",
+        "parent_size",
+        "representatives",
+        "budget",
+        "estimator",
+        "noise",
+        "seed",
+        "kmeans_seed",
+        "kmeans_engine",
+        "routing_dtype",
+        "backend",
+        "first_token",
+    )
+
+    def check(self, config: SantaConfig) -> None:
+        """The divisibility rules of Equation 5."""
+        if config.parent_size % config.representatives:
+            raise ValueError(
+                f"representatives={config.representatives}: P must be divisible by R, and "
+                f"parent_size={config.parent_size} is not"
+            )
+        rows = config.parent_size // config.representatives
+        if config.budget % rows:
+            raise ValueError(f"budget={config.budget}: S must be divisible by P/R = {rows} (Equation 5)")
+
+    def teams_per_head(self, config: SantaConfig) -> int:
+        """K = S / (P / R) (Equation 5)."""
+        return config.budget // (config.parent_size // config.representatives)
+
+    def grouped_by(self, config: SantaConfig) -> tuple[str, ...]:
+        return ("parents", "parent_size", "representatives", *kmeans_fields(config), "routing_dtype")
+
+    def build(
+        self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+    ) -> Sequence[Teams | None]:
+        """Algorithm 3 or 4, then Algorithm 2."""
+        parents = form_parents(list(points), member, config)
+        records: list[Teams] = []
+        for part in _stackable(points):
+            # one pass over many layers: a pass per layer would be too short to fill a GPU
+            stacked = build_teams(torch.cat(list(points[part])), torch.cat(parents[part]), config.representatives)
+            records += stacked.split(len(points[part]))
+        return [freeze_representatives(teams, layer) for teams, layer in zip(records, rows, strict=True)]
+
+    def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
+        sampling = Sampling(self.teams_per_head(config), config.estimator, config.noise)
+        return choose(step, sampling).sampled_attention(step, sampling)
+
+
+def kmeans_fields(config: SantaConfig) -> tuple[str, ...]:
+    """Fields of the settings that k-means parents depend on; contiguous parents depend on none."""
+    return ("kmeans_seed", "kmeans_engine") if config.parents == "kmeans" else ()
+
+
+def _stackable(points: Sequence[Tensor]) -> Iterator[slice]:
+    """Runs of layers of one shape that fit in the memory set aside for a stack of them."""
+    start = 0
+    while start < len(points):
+        most = max(1, STACKED_NUMBERS // max(points[start].numel(), 1))
+        stop = start + 1
+        while stop < len(points) and stop - start < most and points[stop].shape == points[start].shape:
+            stop += 1
+        yield slice(start, stop)
+        start = stop

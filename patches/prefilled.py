@@ -1,0 +1,100 @@
+"""A prompt's dense prefill, kept to be generated from many times: one prefill for many settings or many questions.
+
+The cache goes back to the prefill's end before each use, with the last row held back: ``generate`` then feeds the last
+token as an ordinary one-token call, which is Appendix F's replay. Rows below it never change, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from .control import CACHE_NAMES, Control
+from .grouping import group_waiting
+
+
+class Prefilled:
+    """The cache of a dense prefill and the ways to use it. Made by ``santa.prefill``.
+
+    Uses follow one another: a new one takes the cache from the one before.
+
+    Attributes:
+        input_ids: ``(B, N)`` int64, the prompt.
+        attention_mask: ``(B, N)``, or None when all tokens are real.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        control: Control,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.input_ids, self.attention_mask = input_ids, attention_mask
+        self._model, self._control = model, control
+        self._name = next(name for name in CACHE_NAMES if name in control.names)
+        self._cache = DynamicCache(config=control.base.config)
+        control.thread.preparing = True
+        try:
+            options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, self._name: self._cache}
+            model.generate(input_ids, attention_mask=attention_mask, **kwargs, **options)
+        finally:
+            control.thread.preparing = False
+        self._states = [layer.snapshot() for layer in self._layers]
+        # a replay writes the last row anew
+        self._last = [(state.keys[..., -1:, :].clone(), state.values[..., -1:, :].clone()) for state in self._states]
+
+    @property
+    def _layers(self) -> list[Any]:
+        return self._cache.layers
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the rows, in bytes, team records aside."""
+        parts = (part for state in self._states for part in (state.keys, state.values))
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def rewound(self) -> Any:
+        """The cache as the prefill left it, all N rows, grouped under the settings in force."""
+        for layer, state, last in zip(self._layers, self._states, self._last, strict=True):
+            layer.rewind(state)
+            layer.overwrite_last(*last)
+        mask = None if self.attention_mask is None else self.attention_mask.bool()
+        group_waiting(self._layers, self._control.adapters, mask, self._control.config)
+        self._states = [layer.snapshot() for layer in self._layers]
+        return self._cache
+
+    def held_back(self) -> Any:
+        """The cache of the prompt's rows but the last, whose token the next call feeds."""
+        cache = self.rewound()
+        for layer in self._layers:
+            layer.hold_back_last()
+        return cache
+
+    def generate(self, **kwargs: Any) -> Any:
+        """``model.generate`` on the prompt under the settings in force, without computing its prefill again."""
+        cache = {self._name: self.held_back()}
+        return self._model.generate(self.input_ids, attention_mask=self.attention_mask, **cache, **kwargs)
+
+    def follow(self, turn: Tensor, **kwargs: Any) -> Any:
+        """``model.generate`` on the prompt and a further turn ``(B, Q)`` int64 behind it."""
+        ids = torch.cat((self.input_ids, turn), 1)
+        mask = None
+        if self.attention_mask is not None:
+            mask = torch.cat((self.attention_mask, torch.ones_like(turn)), 1)
+        return self._model.generate(ids, attention_mask=mask, **{self._name: self.rewound()}, **kwargs)
+
+    def step(self, tokens: Tensor, cache: Any, rows: int) -> Tensor:
+        """Logits ``(B, vocabulary)`` behind one more token per sequence; ``rows`` with it are real, padding aside."""
+        mask = None
+        if self.attention_mask is not None:
+            mask = torch.nn.functional.pad(self.attention_mask, (0, rows - self.input_ids.shape[1]), value=1)
+        positions = torch.full_like(tokens, rows - 1) if mask is None else mask.long().sum(-1, keepdim=True) - 1
+        given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self._name: cache}
+        logits: Tensor = self._model(**given, use_cache=True).logits[:, -1]
+        return logits

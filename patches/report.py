@@ -1,0 +1,89 @@
+"""The text of ``santa.report()``: settings, calls and the ledger."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from latent_santa.config import SantaConfig
+
+from .calls import Kind
+from .control import Control
+
+if TYPE_CHECKING:
+    from .handle import SantaHandle
+
+EQUATIONS = {"mla": "Equation 14", "gqa": "Equation 13"}
+COLUMNS = ("layer", "calls", "routing", "union", "suffix", "dense", "percent", "w/o routing", "bytes %")
+
+
+def report(handle: SantaHandle, control: Control) -> str:
+    """What the handle's model did since the last reset."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, color_system=None)
+    state = "patched" if handle.patched else "no longer patched"
+    title = f"{type(handle.model).__name__}: {handle.layers} {handle.layout.upper()} layers {state}"
+    console.print(f"{title}, {_described(handle.config)}")
+    console.print(
+        f"calls: {handle.prefill_calls} prefill, {handle.sparse_calls} sparse ({control.count(Kind.REPLAY)} replays, "
+        f"{handle.full_calls} with every team selected), {handle.dense_calls} dense"
+    )
+    for line in _notes(handle, control):
+        console.print(line)
+    equation = EQUATIONS.get(handle.layout, "units of its layout")
+    table = Table(title=f"rows read by decoding calls ({equation}); logical access, not time")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    summary = handle.access.as_dict()
+    for entry in (*summary["per_layer"], {"layer": "all", **summary["totals"]}):
+        percents = (entry["percent"], entry["percent_without_routing"], entry["bytes_percent"])
+        table.add_row(
+            *(str(entry[name]) for name in COLUMNS[:6]),
+            *("-" if value is None else f"{value:.2f}" for value in percents),
+        )
+    console.print(table)
+    return stream.getvalue()
+
+
+def _described(config: SantaConfig) -> str:
+    used = config.used()
+    parts = [f"method {config.method}"]
+    if "parents" in used:
+        parts += [f"{config.parents} parents", f"P={config.parent_size}"]
+    if "representatives" in used:
+        parts.append(f"R={config.representatives}")
+    if "budget" in used:
+        parts.append(f"S={config.budget} (K={config.teams_per_head})")
+    if "estimator" in used:
+        parts.append(config.estimator)
+    if "noise" in used:
+        parts.append(f"{config.noise} noise")
+    return ", ".join(parts)
+
+
+def _notes(handle: SantaHandle, control: Control) -> list[str]:
+    notes = []
+    counted = {
+        config: made for config, made in control.calls.items() if any(made[kind] for kind in Kind if kind.counted)
+    }
+    if len(counted) > 1:
+        notes.append(f"counts and rows below add up {len(counted)} settings since the last reset():")
+        notes += [f"  {_calls(made)}: {_described(config)}" for config, made in counted.items()]
+    elif counted and handle.config not in counted:
+        ((config, made),) = counted.items()
+        notes.append(f"counts and rows below are of other settings than these: {_calls(made)}: {_described(config)}")
+    if handle.prefill_calls and not counted:
+        notes.append(
+            "every call was a dense prefill: nothing was sampled. A call over prompt and continuation scores densely; "
+            "santa.score(input_ids, continuation) scores token by token"
+        )
+    return notes
+
+
+def _calls(made: Counter[Kind]) -> str:
+    sampled = made[Kind.DECODE] + made[Kind.REPLAY]
+    return f"{sampled} sparse and {made[Kind.DENSE] + made[Kind.VERIFY]} dense calls"
