@@ -225,7 +225,7 @@ def test_model_options_are_checked_before_loading(tmp_path):
         refuses("sees no GPU", name="owner/name", device="cuda")
     models.ModelSpec("owner/name").check()
     models.ModelSpec("builtin:tiny").check()
-    models.ModelSpec(str(tmp_path)).check()
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(EvalError, match="cannot load the tokenizer"):
         models.load_tokenizer(models.ModelSpec(str(tmp_path), offline=True))
 
@@ -259,14 +259,3 @@ def test_a_model_is_told_from_another_of_its_name(tmp_path):
     assert models.context_limit(config) == 4096
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + " ")
     assert models.identity(spec, config) != before
-
-
-def test_int8_leaves_what_the_method_reads(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    spec = models.ModelSpec(str(save_random_model(tmp_path)), quant="int8", device="cpu")
-    spec.check()
-    loaded = models.load(spec, tokenizer())
-    kinds = {name.rpartition(".")[2]: type(m) for name, m in loaded.model.named_modules() if hasattr(m, "in_features")}
-    assert {name for name, kind in kinds.items() if kind is torch.nn.Linear} == {"kv_b_proj", "lm_head"}
-    assert loaded.facts == {"linear_layers": 15, "quantised_layers": 12}
-    assert loaded.model.lm_head.weight.dtype == torch.bfloat16

@@ -152,9 +152,11 @@ class Evaluation:
         if processes.first and (note := self.spec.sharing(processes.local_world)):
             self._say(f"note: {note}")
         loaded = models.load(self.spec, self.tokenizer, processes.local_rank)
+        if processes.first and store.manifest().get("loaded") != loaded.facts:
+            store.write_manifest(store.manifest() | {"loaded": loaded.facts})
         if self.spec.quant != "none" and processes.first:
-            counts = "{quantised_layers} of {linear_layers}".format_map(loaded.facts)
-            self._say(f"{self.spec.quant}: {counts} linear layers are quantised")
+            share = 100 * loaded.facts["int8_parameters"] / loaded.facts["parameters"]
+            self._say(f"{self.spec.quant}: {share:.1f} % of the parameters are in 8 bits")
         try:
             handle = patch(loaded.model, self.config)
         except NotImplementedError as error:

@@ -14,13 +14,13 @@ How one layer is re-expressed, with H query heads, G KV heads of d dimensions, a
   not turn subtract the same score again.
 - A query latent is the layer's input, then constant lanes. One of them carries the biases of `q_proj`.
 
-What is exact: all of this in exact arithmetic, and every weight, which is copied, negated, or halved. What rounds:
+What is exact: all of this in exact arithmetic; every weight, which is copied, negated, or halved; every frequency. What
+rounds:
 
 - RMSNorm of the latents divides by the root mean square of lanes that are 2**24 (2**12 in float16). A sixteenth of the
   dimensions are lanes, so that it divides by a power of two; the content changes the divisor by less than float32
   resolves. In float16 it changes it by up to (content / lanes)**2 / 2, and small contents lose bits.
-- Frequencies of the rotary part are the source's to one unit in the last place of float32.
-- The scale of the scores is the source's as float64 says it.
+- The scale of the scores comes out of a float64 product, where the source's is one root.
 - Sums run in another order, and DeepSeek-V2 rotates in float32 where Qwen2 rotates in the model's dtype.
 - Routing keys in integer codes round the two parts of a key apart, so that what is subtracted again is not quite equal.
 """
@@ -39,7 +39,7 @@ CONTENT_PAIRS = 8
 CONTENT_SHARE = 0.5
 LANES_IN = 16  # one dimension of so many is a lane: lanes of size L make a root mean square of L / 4
 LANE = {torch.float32: 2.0**24, torch.bfloat16: 2.0**24, torch.float16: 2.0**12}
-STILL = 1e24  # a factor of the wavelength that stops a rotary pair
+STILL = 1e24  # a wavelength at which a rotary pair does not turn
 SCALE_FACTOR = 2.0
 PROJECTIONS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias",
                "o_proj.weight")  # fmt: skip
@@ -104,10 +104,10 @@ def target_config(config: Any) -> Any:
     from transformers import DeepseekV2Config
 
     s = shapes_of(config)
-    theta = config.rope_parameters["rope_theta"]
     # DeepSeek-V2 multiplies its scale (nope + rope)**-0.5 by (0.1 * mscale_all_dim * ln(factor) + 1)**2
     growth = ((s.nope + s.rope) / s.head_dim) ** 0.25 - 1
-    factors = _wavelength_factors(s, theta)
+    # with a base of 1, the factor of a wavelength is the wavelength
+    factors = _wavelengths(s, config.rope_parameters["rope_theta"])
     return DeepseekV2Config(
         vocab_size=config.vocab_size,
         hidden_size=s.hidden,
@@ -137,7 +137,7 @@ def target_config(config: Any) -> Any:
         v_head_dim=s.head_dim,
         rope_parameters={
             "rope_type": "longrope",
-            "rope_theta": theta,
+            "rope_theta": 1.0,
             "long_factor": factors,
             "short_factor": factors,
             "factor": SCALE_FACTOR,
@@ -150,20 +150,10 @@ def target_config(config: Any) -> Any:
     )
 
 
-def _wavelength_factors(s: Shapes, theta: float) -> list[float]:
-    """What each pair's wavelength is multiplied by to turn as the source's pairs do, KV head by KV head."""
-
-    def wavelengths(dim: int) -> Tensor:
-        return theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
-
-    own = wavelengths(s.rope)
-    wanted = wavelengths(s.head_dim).repeat(s.kv_heads)
-    turning = wanted / own[: len(wanted)]
-    # a float32 factor times a float32 wavelength rounds twice: of the neighbours, take the one that comes out nearest
-    near = torch.stack([turning, *(torch.nextafter(turning, torch.tensor(to)) for to in (0.0, math.inf))])
-    error = (near * own[: len(wanted)] - wanted).abs()
-    best = near.gather(0, error.argmin(0, keepdim=True))[0]
-    return best.tolist() + [STILL] * (s.kv_heads * s.nope // 2)
+def _wavelengths(s: Shapes, theta: float) -> list[float]:
+    """The wavelength of every rotary pair over 2 pi, KV head by KV head, then of those that do not turn."""
+    turning = theta ** (torch.arange(0, s.head_dim, 2, dtype=torch.float) / s.head_dim)
+    return turning.repeat(s.kv_heads).tolist() + [STILL] * (s.kv_heads * s.nope // 2)
 
 
 def latent_attention(source: dict[str, Tensor], s: Shapes) -> dict[str, Tensor]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,8 @@ TINY = "builtin:tiny"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTS = ("none", "int8")
 DEVICES = ("cpu", "cuda", "mps", "xpu")
+TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-
-# Appendix F keeps these in bfloat16: sampled attention reads the weight of kv_b_proj itself.
-UNQUANTISED = ("kv_b_proj", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,16 @@ class ModelSpec:
             raise EvalError("--device-map is for large models; the tiny model fits on one device")
         if self.device_map and self.device_map not in DEVICE_MAPS:
             raise EvalError(f"--device-map {self.device_map}: supported are {', '.join(DEVICE_MAPS)}")
-        path = Path(self.name)
+        if self.tiny:
+            return
+        path = Path(self.name).expanduser()
         looks_local = self.name.startswith((".", "/", "~")) or self.name.count("/") != 1
-        if not self.tiny and looks_local and not path.expanduser().is_dir():
+        if not self.name.strip() or (looks_local and not path.is_dir()):
             raise EvalError(
-                f"--model {self.name}: no such directory; give a hub id (OWNER/NAME), a directory, or builtin:tiny"
+                f"--model {self.name!r}: no such directory; give a hub id (OWNER/NAME), a directory, or builtin:tiny"
             )
+        if path.is_dir():
+            check_directory(path)
 
     def source(self) -> tuple[str, dict[str, Any]]:
         """First argument and keywords of every `from_pretrained` call. Code of a checkpoint is never run."""
@@ -98,6 +102,24 @@ class ModelSpec:
             keywords["local_files_only"] = True
         path = Path(self.name).expanduser()
         return str(path) if path.is_dir() else self.name, keywords
+
+
+def check_directory(path: Path) -> None:
+    """Raises EvalError for a directory that lacks a part of a checkpoint, naming it. No weight is read."""
+    if (path / "adapter_config.json").is_file():
+        return  # transformers finds the model that the adapter belongs to
+    if not (path / "config.json").is_file():
+        raise EvalError(f"--model {path}: the directory has no config.json, so it holds no model")
+    files = {file.name for file in path.iterdir()}
+    if not any(name.endswith((".safetensors", ".bin")) for name in files):
+        raise EvalError(f"--model {path}: the directory has a config.json, but no weights (*.safetensors or *.bin)")
+    for name in sorted(name for name in files if name.endswith((".safetensors.index.json", ".bin.index.json"))):
+        try:
+            parts = set(json.loads((path / name).read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise EvalError(f"--model {path}: {name} is no index of weights: {error!r}") from error
+        if absent := sorted(parts - files):
+            raise EvalError(f"--model {path}: {name} lists {len(parts)} files, and {', '.join(absent)} is not there")
 
 
 def check_device(device: str) -> None:
@@ -115,7 +137,7 @@ def check_device(device: str) -> None:
 
 @dataclass
 class Loaded:
-    """A model in evaluation mode with its tokenizer, and how many of its linear layers are quantised."""
+    """A model in evaluation mode with its tokenizer, and `int8.share` of its parameters."""
 
     model: Any
     tokenizer: Any
@@ -127,6 +149,8 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     from transformers import AutoTokenizer
 
     where, keywords = spec.source()
+    if Path(where).is_dir() and not any(file.name.startswith(TOKENIZER_FILES) for file in Path(where).iterdir()):
+        raise EvalError(f"--model {spec.name}: the directory has no tokenizer (tokenizer.json or the like)")
     try:
         return AutoTokenizer.from_pretrained(where, **keywords)
     except Exception as error:  # missing files, no network and bad files have no common base
@@ -196,16 +220,33 @@ def check_supported(spec: ModelSpec, config: Any) -> None:
 
 
 def context_limit(config: Any) -> int | None:
-    """Positions that the model was made for, if its configuration says so."""
+    """Positions that the model takes, if its configuration says so.
+
+    Rotary embeddings that are stretched with YaRN reach `factor` times the length that they were trained for. Some
+    configurations have that product in `max_position_embeddings`, others the trained length, so the larger one counts.
+    Of other ways to stretch, `max_position_embeddings` is the reach.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # per layer type in some
+        trained = kind.get("original_max_position_embeddings")
+        if limit and trained and kind.get("rope_type", kind.get("type")) == "yarn":
+            limit = max(limit, int(trained * kind.get("factor", 1)))
+    return limit
 
 
 def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
-    """The model, dense and unpatched. With int8, every linear layer but kv_b_proj and lm_head is quantised."""
+    """The model, dense and unpatched, with every weight from its checkpoint. `quant` "int8": see `int8.quantise`.
+
+    Raises:
+        EvalError: it cannot be loaded, a weight is missing or has another shape, or int8 is asked for and impossible.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
+
+    from latent_santa.eval.run import int8
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -215,30 +256,51 @@ def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
     if device.startswith("cuda:"):
         # Kernels are launched on the current device, whatever their tensors' device is.
         torch.cuda.set_device(device)
-    if spec.quant == "int8":
-        from transformers import BitsAndBytesConfig
-
-        # It says at every multiplication that bfloat16 inputs are cast.
-        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        keywords["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(UNQUANTISED))
-        keywords["device_map"] = spec.device_map or {"": device}
-    elif spec.device_map:
+    if spec.device_map:
         keywords["device_map"] = spec.device_map
+    # a shape that differs is not an error of its own then, and is reported with the missing weights
+    keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **keywords)
+        model, info = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **keywords)
     except Exception as error:
         raise EvalError(_cannot("the model", spec, error)) from error
-    if "device_map" not in keywords:
+    check_weights(spec, info)
+    if info["unexpected_keys"] and not local_rank:
+        unused = _named(info["unexpected_keys"])
+        print(f"note: {spec.name} has {unused} without a place in the model", file=sys.stderr)
+    if spec.quant == "int8":
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise EvalError(f"--quant int8: {spec.name} is quantised already; use --quant none")
+        # bitsandbytes says at every multiplication that bfloat16 inputs are cast
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        int8.quantise(model, None if spec.device_map else torch.device(device))
+    if not spec.device_map:
         model = model.to(device)
-    model.eval()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    quantised = [name for name, module in linear.items() if type(module) is not torch.nn.Linear]
-    wrong = [name for name in quantised if name.endswith(UNQUANTISED)]
-    if wrong:
+    return Loaded(model.eval(), tokenizer, int8.share(model))
+
+
+def check_weights(spec: ModelSpec, info: dict[str, Any]) -> None:
+    """Raises EvalError for weights that transformers made up, from its loading info: missing ones, or other shapes.
+
+    Weights that share another one's values, and those that a class says it can do without, are not missing.
+    """
+    if info["missing_keys"]:
         raise EvalError(
-            f"{wrong[0]} is quantised, but {' and '.join(UNQUANTISED)} must keep their precision (Appendix F); use a "
-            "checkpoint that is not quantised itself, with --quant int8"
+            f"{spec.name} lacks {_named(info['missing_keys'])}; random ones would stand in for them, so that "
+            "every answer would be noise"
         )
-    if spec.quant == "int8" and not quantised:
-        raise EvalError("--quant int8 quantised no layer of this model; use --quant none")
-    return Loaded(model, tokenizer, {"linear_layers": len(linear), "quantised_layers": len(quantised)})
+    if info["mismatched_keys"]:
+        name, found, wanted = sorted(info["mismatched_keys"])[0]
+        raise EvalError(
+            f"{spec.name} has {_named(key for key, *_ in info['mismatched_keys'])} of other shapes than its "
+            f"configuration says: {name} is {tuple(found)}, not {tuple(wanted)}"
+        )
+    if info.get("error_msgs"):
+        raise EvalError(f"{spec.name}: its weights cannot be loaded: {info['error_msgs'][0]}")
+
+
+def _named(names: Iterable[str]) -> str:
+    """How many weights these are, and the names of the first three."""
+    listed = sorted(names)
+    more = ", ..." if len(listed) > 3 else ""
+    return f"{len(listed)} weight{'s' * (len(listed) > 1)} ({', '.join(listed[:3])}{more})"
