@@ -92,7 +92,7 @@ def checked(w: Workload, setting: Setting, launch: Callable[[], Output]) -> tupl
     got = launch()
     if w.step.batch * w.step.groups * w.step.heads * w.teams.M > MOST_CHECKED:
         return got, None
-    want = sampled_attention(replace(w.step, query=tuple(part.float() for part in w.query)), setting.sampling)
+    want = sampled_attention(replace(w.step, query=tuple(part.float() for part in w.step.query)), setting.sampling)
     error = (got.out - want.out).norm(dim=-1) / want.out.norm(dim=-1)
     return got, float(error.max())
 
