@@ -32,7 +32,7 @@ def markdown(facts: dict[str, Any], records: list[dict[str, Any]]) -> str:
         "",
         f"Times are microseconds, medians of round medians ({protocol}; evict in MiB, before every timed call). A "
         "ratio is dense time over sampled time, against the fastest dense method of the same run and mode, with its "
-        "bootstrap interval over paired rounds; ratios under CUDA graphs hold inside CUDA graphs only. Bandwidth counts "
+        "bootstrap interval over paired rounds; ratios under CUDA graphs hold in CUDA graphs only. Bandwidth counts "
         "the bytes that each method must read. Stages are timed alone, each after an eviction: they do not add up. "
         "Synthetic rows are random, so heads agree on few teams and unions are large.",
     ]
