@@ -146,7 +146,7 @@ def test_rows_beyond_two_to_the_31st_element() -> None:
     ],
     ids=["mla", "mla-pooled-int4", "gqa-int8", "gqa-pooled"],
 )
-def test_a_graph_draws_fresh_noise_each_time(layout: dict[str, Any], heads: int, estimator: str, routing_dtype: str) -> None:
+def test_a_graph_draws_fresh_noise(layout: dict[str, Any], heads: int, estimator: str, routing_dtype: str) -> None:
     step = make_step(
         heads=heads, lengths=(3000,), dtype=torch.bfloat16, device="cuda", routing_dtype=routing_dtype, **layout
     )
