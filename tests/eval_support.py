@@ -1,9 +1,10 @@
-"""What the evaluation's tests share: a fast real tokenizer, a random checkpoint, a handle without a method."""
+"""What the evaluation's tests share: settings, a fast real tokenizer, a random checkpoint, answers without a model."""
 
 from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DeepseekV2Config, DeepseekV2ForCausalLM
 
+from latent_santa.config import SantaConfig
+from latent_santa.eval.run.generation import Answer, Batch
 from latent_santa.eval.tiny.load import MODEL_DIRECTORY
+
+DENSE = SantaConfig(method="dense")
+
+
+def santapp(budget: int, parents: str, estimator: str, representatives: int = 4) -> SantaConfig:
+    """SANTA++ with P = 16."""
+    return SantaConfig(budget=budget, parents=parents, representatives=representatives, estimator=estimator)
+
 
 # Tensors of these models are tiny: more threads only wait for each other.
 torch.set_num_threads(1)
@@ -68,42 +79,18 @@ def block_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", refuse)
 
 
-class FakeLedger:
-    """Totals as a ledger gives them, set by the test."""
+class FakeGenerator:
+    """Answers without a model: it notes what it is told, and gives the text and counts that the test wants."""
 
-    def __init__(self) -> None:
-        self.counts = {"numerator": 0, "row_read": 0, "denominator": 0}
-        self.resets = 0
+    def __init__(self, sparse_calls: int = 1, text: str = "nothing", fails: Callable[[int], Exception | None] = None):
+        self.sparse_calls, self.text, self.fails = sparse_calls, text, fails
+        self.access = {"numerator": 0, "row_read": 0, "denominator": 0}
+        self.asked: list[tuple[SantaConfig, Batch]] = []
 
-    def reset(self) -> None:
-        self.resets += 1
-
-    def sequence_totals(self, calls: list[int]) -> list[dict[str, int]]:
-        return [dict(self.counts) for _ in calls]
-
-
-class FakeHandle:
-    """A handle around an unpatched model: it notes what it is told, and counts calls as the test wants."""
-
-    def __init__(self, sparse_a_prompt: int = 1) -> None:
-        self.access = FakeLedger()
-        self.sequence_keys: list[int] | None = None
-        self.configured: list[dict[str, Any]] = []
-        self.keys: list[int] = []
-        self._per_prompt = sparse_a_prompt
-        self._reads = 0
-
-    def configure(self, **overrides: Any) -> None:
-        self.configured.append(overrides)
-
-    @property
-    def sparse_calls(self) -> int:
-        # Read once before and once after each prompt.
-        self._reads += 1
-        if self._reads % 2:
-            self.keys += self.sequence_keys or []
-        return self._per_prompt * (self._reads // 2)
-
-    @property
-    def dense_calls(self) -> int:
-        return 0
+    def answers(self, condition: SantaConfig, batch: Batch) -> list[Answer]:
+        self.asked.append((condition, batch))
+        error = self.fails and self.fails(len(self.asked))
+        if error:
+            raise error
+        cap = batch.max_new_tokens
+        return [Answer(self.text, cap, True, self.sparse_calls, 0, dict(self.access)) for _ in batch.names]

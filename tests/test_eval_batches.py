@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,24 +12,30 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import latent_santa
+from latent_santa.config import SantaConfig
 from latent_santa.eval.cli import main
-from latent_santa.eval.commands.evaluate import prefill_bytes
+from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run import generation
-from latent_santa.eval.run.conditions import Condition, running_order
-from latent_santa.eval.run.models import ModelSpec
+from latent_santa.eval.run.comparison import run_condition
+from latent_santa.eval.run.conditions import expand, running_order, slug
+from latent_santa.eval.run.generation import Batch, Generator
 from latent_santa.eval.run.processes import Processes
 from latent_santa.eval.run.progress import Progress
 from latent_santa.eval.run.render import Renderer, ids_sha256
 from latent_santa.eval.run.runner import Runner, batches
 from latent_santa.eval.run.store import Prompt, Store
 from latent_santa.eval.sources.samples import make_sample
-from latent_santa.methods import santapp
-from tests.eval_support import save_random_model, tokenizer
+from latent_santa.methods import centroid, santapp
+from tests.eval_support import DENSE, save_random_model, tokenizer
+from tests.eval_support import santapp as make_config
 
-DENSE = Condition("dense")
-POOLED = [Condition("santa++", budget, "kmeans", 16, 4, "pooled") for budget in (16, 32)]
-PER_HEAD = [Condition("santa++", budget, "contiguous", 16, 4, "per_head") for budget in (16, 32)]
-OTHERS = (Condition("santa", 16), Condition("centroid", 32, "contiguous", 16))
+POOLED = [make_config(budget, "kmeans", "pooled") for budget in (16, 32)]
+PER_HEAD = [make_config(budget, "contiguous", "per_head") for budget in (16, 32)]
+OTHERS = (
+    SantaConfig(method="santa", budget=16),
+    SantaConfig(method="gumbel_rows", budget=16),
+    SantaConfig(method="centroid", budget=32, parents="contiguous"),
+)
 CONDITIONS = (DENSE, *POOLED, *PER_HEAD, *OTHERS)
 CAPS = {"fwe": 9, "vt": 6}
 END = 2
@@ -65,56 +72,95 @@ def make_prompts(renderer, n=5):
     return prompts
 
 
-def make_runner(directory, model, handle, batch_size, text=None):
+def make_runner(directory, generator, batch_size, text=None):
     renderer = Renderer(tokenizer())
     store = Store(directory)
     if not store.frozen:
         store.freeze({"settings": {}, "conditions": []}, make_prompts(renderer))
     progress = Progress(Console(file=text or io.StringIO(), width=200), every=0)
-    return Runner(store, model, handle, renderer, 3, 0.0, progress, Processes(), batch_size)
+    return Runner(store, generator, renderer, 0.0, progress, Processes(), batch_size)
 
 
 def rows(store):
     """Every condition's results in the order of their lines, without what tells how they were made."""
     found = {}
     for condition in CONDITIONS:
-        path = store.results_directory / f"{condition.slug}.jsonl"
+        path = store.results_directory / f"{slug(condition)}.jsonl"
         if path.is_file():
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            found[condition.slug] = [{k: v for k, v in line.items() if k not in ("batch", "seconds")} for line in lines]
+            found[slug(condition)] = [
+                {k: v for k, v in line.items() if k not in ("batch", "seconds")} for line in lines
+            ]
     return found
 
 
 @pytest.fixture(scope="module")
-def handle(model):
+def generator(model):
     """The model patched, with end ids that let answers stop at different lengths."""
-    with latent_santa.patch(model, **DENSE.overrides()) as santa:
-        generation.make_greedy(model, tokenizer())
-        prompts = [Renderer(tokenizer()).encode(p.sample.input, "") for p in make_prompts(Renderer(tokenizer()))]
+    with latent_santa.patch(model, DENSE) as santa:
+        made = Generator(santa, tokenizer(), seed=3)
         ends = []
-        for place, ids in enumerate(prompts[:3]):
+        for place, ids in enumerate(encoded()[:3]):
             output = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6)
             ends.append(output[0, len(ids) + place].item())
         model.generation_config.eos_token_id = [END, *ends]
-        yield santa
+        yield made
+
+
+def encoded() -> list[list[int]]:
+    return [Renderer(tokenizer()).encode(prompt.sample.input, "") for prompt in make_prompts(Renderer(tokenizer()))]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, model, handle):
-    runner = make_runner(tmp_path_factory.mktemp("alone"), model, handle, 1)
+def alone(tmp_path_factory, generator):
+    runner = make_runner(tmp_path_factory.mktemp("alone"), generator, 1)
     assert runner.run(CONDITIONS) == 0
     return rows(runner.store)
+
+
+class Watched:
+    """A generator that notes what it was asked for, and fails where the test says so."""
+
+    def __init__(self, generator, fails=lambda calls, size: None):
+        self.generator, self.fails, self.sizes = generator, fails, []
+
+    def answers(self, condition, batch):
+        self.sizes.append(len(batch.names))
+        error = self.fails(len(self.sizes), len(batch.names))
+        if error:
+            raise error
+        return self.generator.answers(condition, batch)
 
 
 @pytest.fixture
 def formed(monkeypatch):
     calls, form = [], santapp.form_parents
-    monkeypatch.setattr(santapp, "form_parents", lambda *args: calls.append(args[2].grouping) or form(*args))
+    for method in (santapp, centroid):
+        monkeypatch.setattr(method, "form_parents", lambda *args: calls.append(args[2].grouping) or form(*args))
     return calls
 
 
-def test_a_batch_is_its_prompts_alone(tmp_path, model, handle, alone, formed):
-    runner = make_runner(tmp_path, model, handle, 3)
+def test_answers_are_those_of_plain_generation(generator):
+    """Tokens, calls and rows read of `model.generate` under the same settings and noise."""
+    santa = generator.santa
+    for number, ids in enumerate(encoded()[:3]):
+        names = (f"fwe/{number:06d}",)
+        for condition in CONDITIONS:
+            (answer,) = generator.answers(condition, Batch(names, [ids], 9))
+            santa.configure(condition)
+            santa.reset()
+            santa.sequence_keys = [generation.sequence_key(3, names[0])]
+            prompt = torch.tensor([ids])
+            output = santa.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9)
+            new = output[0, len(ids) :].tolist()
+            assert (answer.text, answer.n_new) == (tokenizer().decode(new, skip_special_tokens=True), len(new))
+            if condition != DENSE:  # which plain generation counts from the second token on
+                assert (answer.sparse_calls, answer.dense_calls) == (santa.sparse_calls, 0)
+                assert answer.access == santa.access.sequence_totals([santa.sparse_calls])[0]
+
+
+def test_a_batch_is_its_prompts_alone(tmp_path, generator, alone):
+    runner = make_runner(tmp_path, generator, 3)
     assert runner.run(CONDITIONS) == 0
     assert rows(runner.store) == alone
     lines = [json.loads(line) for line in (runner.store.results_directory / "dense.jsonl").read_text().splitlines()]
@@ -126,77 +172,91 @@ def test_a_batch_is_its_prompts_alone(tmp_path, model, handle, alone, formed):
         sparse = results[0]["condition"] != "dense"
         for result in results:
             calls = (result["sparse_calls"], result["dense_calls"])
-            assert calls == ((result["n_new"], 0) if sparse else (0, result["n_new"] - 1))
+            assert calls == ((result["n_new"], 0) if sparse else (0, result["n_new"]))
             assert result["access"]["calls"] == 2 * sum(calls)
     assert min(result["n_new"] for result in alone["dense"]) == 1
 
 
-def test_memory_for_prefills(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    auto, cpu = ModelSpec("builtin:tiny"), ModelSpec("builtin:tiny", device="cpu")
-    assert prefill_bytes(None, auto, Processes()) == 16 << 30
-    # three processes: two of them on the first GPU
-    limits = [prefill_bytes(None, auto, Processes(rank, 3, rank, 3)) for rank in range(3)]
-    assert limits == [8 << 30, 16 << 30, 8 << 30]
-    assert prefill_bytes(None, cpu, Processes()) == 2 << 30
-    assert [prefill_bytes(gib, spec, Processes()) for gib, spec in ((0.5, auto), (0, auto), (3, cpu))] == [
-        1 << 29,
-        0,
-        3 << 30,
-    ]
+def test_a_batch_is_prefilled_once_and_grouped_once_per_grouping(tmp_path, model, generator, alone, formed):
+    lengths = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    conditions = (POOLED[0], PER_HEAD[0], DENSE, *OTHERS, POOLED[1], PER_HEAD[1])  # out of order
+    runner = make_runner(tmp_path, generator, 3)
+    assert runner.run(conditions) == 0
+    hook.remove()
+    assert rows(runner.store) == alone
+    assert sum(length > 1 for length in lengths) == 4  # batches
+    assert len(formed) == 4 * 3 and len(set(formed)) == 3  # k-means, contiguous, clusters
+    assert all(formed[i : i + 3] == formed[:3] for i in range(0, 12, 3))
 
 
-def test_a_run_goes_on_in_the_middle_of_a_batch(tmp_path, model, handle, alone):
-    make_runner(tmp_path, model, handle, 3).run((DENSE, PER_HEAD[0]))
-    path = Store(tmp_path).results_directory / f"{PER_HEAD[0].slug}.jsonl"
+def test_other_failures_leave_the_next_prompts_whole(tmp_path, generator, alone):
+    watched = Watched(generator, lambda calls, size: ValueError("no such answer") if calls == 3 else None)
+    runner = make_runner(tmp_path, watched, 1)
+    assert runner.run((DENSE, PER_HEAD[0])) == 1
+    assert len(watched.sizes) == 20
+    found = rows(runner.store)
+    assert found["dense"][1].pop("error") == "ValueError: no such answer"
+    assert found["dense"][:1] + found["dense"][2:] == alone["dense"][:1] + alone["dense"][2:]
+    assert found[slug(PER_HEAD[0])] == alone[slug(PER_HEAD[0])]
+
+
+@pytest.mark.parametrize("baseline", OTHERS, ids=lambda condition: condition.method)
+def test_a_baseline_is_the_same_whatever_ran_before_it(model, generator, baseline):
+    """Settings of the one before, its estimator above all, are not inherited."""
+    batch = Batch(("fwe/000003",), [encoded()[3]], 9)
+    before = replace(POOLED[0], noise="shared", seed=9)
+    (alone,) = Generator(generator.santa, tokenizer(), seed=3).answers(baseline, batch)
+    follower = Generator(generator.santa, tokenizer(), seed=3)
+    follower.answers(before, batch)
+    assert follower.answers(baseline, batch) == [alone]
+    (expanded,) = expand(DENSE, [baseline.method], [baseline.budget], ["pooled"], ["contiguous"], [(16, 4)], [16])
+    assert expanded == baseline
+
+    def compared() -> dict:
+        outcome = run_condition(generator.santa, tokenizer(), batch.ids[0], baseline, 9, None).as_dict()
+        return {name: value for name, value in outcome.items() if name not in ("seconds", "tokens_per_second")}
+
+    own = compared()
+    run_condition(generator.santa, tokenizer(), batch.ids[0], before, 9, None)
+    assert compared() == own
+
+
+def test_a_run_goes_on_in_the_middle_of_a_batch(tmp_path, generator, alone):
+    make_runner(tmp_path, generator, 3).run((DENSE, PER_HEAD[0]))
+    path = Store(tmp_path).results_directory / f"{slug(PER_HEAD[0])}.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2] + lines[6:7]) + lines[5][:-9])
-    runner = make_runner(tmp_path, model, handle, 3)
+    runner = make_runner(tmp_path, generator, 3)
     assert runner.run((DENSE, *PER_HEAD)) == 0
-    runner.store.merge(PER_HEAD[0].slug)
-    assert rows(runner.store) == {c.slug: alone[c.slug] for c in (DENSE, *PER_HEAD)}
+    runner.store.merge(slug(PER_HEAD[0]))
+    assert rows(runner.store) == {slug(c): alone[slug(c)] for c in (DENSE, *PER_HEAD)}
 
 
-def test_a_batch_that_fails_is_tried_one_by_one(tmp_path, model, handle, alone, monkeypatch):
-    real, sizes = generation.generate, []
-
-    def limited(model, tokenizer, prompts, cap):
-        sizes.append(len(prompts))
-        if len(prompts) > 2 or len(sizes) == 3:
-            raise torch.OutOfMemoryError("out of memory\nwith details")
-        return real(model, tokenizer, prompts, cap)
-
-    monkeypatch.setattr(generation, "generate", limited)
+def test_a_batch_that_fails_is_tried_one_by_one(tmp_path, generator, alone):
+    error = torch.OutOfMemoryError("out of memory\nwith details")
+    watched = Watched(generator, lambda calls, size: error if size > 2 or calls == 3 else None)
     text = io.StringIO()
-    runner = make_runner(tmp_path, model, handle, 3, text=text)
+    runner = make_runner(tmp_path, watched, 3, text=text)
     assert runner.run((PER_HEAD[0],)) == 1
-    assert sizes == [3, 1, 1, 1, 2] + [3, 1, 1, 1, 2]
-    slug = PER_HEAD[0].slug
-    found = rows(runner.store)[slug]
+    assert watched.sizes == [3, 1, 1, 1, 2] + [3, 1, 1, 1, 2]
+    own = slug(PER_HEAD[0])
+    found = rows(runner.store)[own]
     assert found[1].pop("error") == "OutOfMemoryError: out of memory" and "output" not in found[1]
-    assert found[:1] + found[2:] == alone[slug][:1] + alone[slug][2:]
+    assert found[:1] + found[2:] == alone[own][:1] + alone[own][2:]
     shown = " ".join(text.getvalue().split())
     assert "3 prompts from fwe/000000 on: OutOfMemoryError: out of memory; now one by one" in shown
     assert "S=16, fwe/000001: OutOfMemoryError: out of memory" in shown
-    monkeypatch.setattr(generation, "generate", real)
-    assert make_runner(tmp_path, model, handle, 3).run((PER_HEAD[0],)) == 0
-    runner.store.merge(slug)
-    assert rows(runner.store)[slug] == alone[slug]
+    assert make_runner(tmp_path, generator, 3).run((PER_HEAD[0],)) == 0
+    runner.store.merge(own)
+    assert rows(runner.store)[own] == alone[own]
 
 
-def test_nothing_but_failures_stops_a_run_in_batches(tmp_path, model, handle, monkeypatch):
-    sizes = []
-
-    def fail(model, tokenizer, prompts, cap):
-        sizes.append(len(prompts))
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(generation, "generate", fail)
-    with pytest.raises(latent_santa.eval.errors.EvalError, match="first 3 prompts all failed.*no kernel"):
-        make_runner(tmp_path, model, handle, 5).run((DENSE,))
-    assert sizes == [5, 1, 1, 1]
+def test_nothing_but_failures_stops_a_run_in_batches(tmp_path, generator):
+    watched = Watched(generator, lambda calls, size: RuntimeError("no kernel"))
+    with pytest.raises(EvalError, match="first 3 prompts all failed.*no kernel"):
+        make_runner(tmp_path, watched, 5).run((DENSE,))
+    assert watched.sizes == [5, 1, 1, 1]
 
 
 def test_batches_are_of_one_task_and_cap():
@@ -213,12 +273,12 @@ def test_conditions_of_one_grouping_run_together():
 
 
 def test_the_embedded_model_in_batches(tmp_path):
-    """The whole command: equal tables whatever the batch size, with and without kept prefills."""
+    """The whole command: equal tables whatever the batch size."""
     options = "--model builtin:tiny --tasks multivalue --length 512 --n 3 --budgets 16 --estimators pooled".split()
-    for size, more in (("1", ["--keep-prefills", "0"]), ("3", [])):
-        words = ["ruler", *options, "--no-plot", "--batch-size", size, "--out", str(tmp_path / size), *more]
+    for size in ("1", "3"):
+        words = ["ruler", *options, "--no-plot", "--batch-size", size, "--out", str(tmp_path / size)]
         assert main(words) == 0
     tables = [(tmp_path / size / "summary.json").read_text() for size in ("1", "3")]
     assert tables[0] == tables[1]
     manifest = json.loads((tmp_path / "3" / "manifest.json").read_text())
-    assert manifest["settings"]["batch_size"] == 3 and "keep_prefills" not in manifest["settings"]
+    assert manifest["settings"]["batch_size"] == 3

@@ -135,7 +135,7 @@ def test_a_killed_run_resumes_to_the_same_summary(tmp_path, model, finished):
     assert killed.stdout.split() == ["-9", "-9"], killed.stderr
     assert not (out / "summary.json").exists()
     left = [path.read_bytes() for path in sorted((out / "results").iterdir())]
-    assert [content.count(b"\n") for content in left] == [6, 1] and not left[1].endswith(b"\n")
+    assert [content.count(b"\n") for content in left] == [3, 2, 2] and not left[1].endswith(b"\n")
     assert main(command) == 0
     for name in ("summary.json", "table.md", "summary.csv"):
         assert (out / name).read_bytes() == (finished / name).read_bytes()
@@ -226,7 +226,6 @@ def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch,
         (["--length", "9999"], "exceeds the model's limit of 4096"),
         (["--length", "0"], "at least 1"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["--keep-prefills", "-1"], "--keep-prefills must be a number of GiB, 0 for none, got -1"),
         (["--length", "64"], "too short for niah_single_1"),
         (["--haystack", "file:/nowhere"], "cannot read"),
     ],
@@ -333,7 +332,7 @@ def test_a_run_with_other_weights_of_equal_size_is_another_run(tmp_path, model):
 def test_a_failed_prompt_shows_in_the_exit_code(tmp_path, model, monkeypatch, capsys):
     from latent_santa.eval.run import generation
 
-    real, calls = generation.generate, []
+    real, calls = generation.Generator.answers, []
 
     def sometimes(*args):
         calls.append(1)
@@ -341,7 +340,7 @@ def test_a_failed_prompt_shows_in_the_exit_code(tmp_path, model, monkeypatch, ca
             raise ValueError("no such answer")
         return real(*args)
 
-    monkeypatch.setattr(generation, "generate", sometimes)
+    monkeypatch.setattr(generation.Generator, "answers", sometimes)
     words = ["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / "run"), "--methods", "dense"]
     assert main(words) == 1
     assert "1 prompts failed" in capsys.readouterr().out
@@ -429,7 +428,7 @@ def test_options_have_the_defaults_and_choices_of_the_settings():
     """They are stated twice so that --help needs no PyTorch; here they must agree."""
     import argparse
 
-    from latent_santa.config import CHOICES, SantaConfig
+    from latent_santa.config import SantaConfig, choices
     from latent_santa.eval.commands import options
 
     parser = argparse.ArgumentParser()
@@ -438,13 +437,13 @@ def test_options_have_the_defaults_and_choices_of_the_settings():
     args = parser.parse_args([])
     assert options.base_config(args, options.model_spec(args)) == SantaConfig(method="dense")
     args.budgets, args.parents = [512], ["kmeans"]
-    dense, *sparse = options.conditions(args)
+    dense, *sparse = options.conditions(args, SantaConfig(method="dense"))
     assert len(sparse) == 2
     fields = {name: getattr(SantaConfig(), name) for name in ("budget", "parents", "parent_size", "representatives")}
     assert {name: getattr(sparse[0], name) for name in fields} == fields
-    choices = {action.dest: tuple(action.choices) for action in parser._actions if action.choices}
-    shared = {name: CHOICES[name] for name in options.SHARED if name in CHOICES}
-    assert {name: choices[name] for name in shared} == shared
+    offered = {action.dest: tuple(action.choices) for action in parser._actions if action.choices}
+    shared = {name: values for name, values in choices().items() if name in options.SHARED}
+    assert {name: offered[name] for name in shared} == shared
 
 
 def test_two_processes_do_not_share_a_run(tmp_path, model, finished, capsys):
@@ -498,7 +497,7 @@ def test_a_stopped_run_says_what_is_kept(tmp_path, model, monkeypatch, capsys, s
     assert f"every result up to here is kept in {out}; the same command with --out {out} --resume goes on" in said
     assert ("interrupted" in said) == isinstance(stop, KeyboardInterrupt)
     monkeypatch.setattr(store.Store, "append", append)
-    assert len(store.Store(out).results("dense")) == 3
+    assert sum(len(lines) for lines in results(out).values()) == 3
     assert main([*words, "--resume"]) == 0
 
 

@@ -8,22 +8,25 @@ import json
 import re
 import struct
 import sys
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
+from latent_santa.config import SantaConfig
 from latent_santa.eval.cli import main
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import paper_tables, plots, tables
 from latent_santa.eval.report.summary import exit_code, pooled_access, summarise, write_reports
-from latent_santa.eval.run.conditions import Condition, condition_from_dict, expand
+from latent_santa.eval.run.conditions import SWEPT, expand, from_manifest, slug, swept
+from latent_santa.eval.run.freeze import check_resume
 from latent_santa.eval.run.store import Prompt, Store
 from latent_santa.eval.sources.samples import make_sample
+from latent_santa.methods import METHODS
+from tests.eval_support import DENSE, santapp
 
-DENSE = Condition("dense")
-PAPER = [Condition("santa++", s, "kmeans", 16, 4, "per_head") for s in (128, 256)]
-POOLED = Condition("santa++", 128, "kmeans", 16, 4, "pooled")
+PAPER = [santapp(s, "kmeans", "per_head") for s in (128, 256)]
+POOLED = santapp(128, "kmeans", "pooled")
 TASKS = paper_tables.MLA_TASKS
 
 
@@ -38,7 +41,7 @@ def make_run(directory, scores, data="jsonl", model="deepseek-ai/DeepSeek-V2-Lit
     base = {"model": model, "length": 8192, "n": n, "tasks": list(TASKS), "data_seed": 42, "data": data, "seed": 0}
     base |= {"kmeans_seed": 0, "first_token": "replay", "noise": "independent", "quant": "int8", "dtype": "bfloat16"}
     base |= {"answer_prefix": "assistant", "select": "sample"}
-    manifest = {"settings": base | settings, "conditions": [asdict(c) for c in scores], "origin": {"data": data}}
+    manifest = {"settings": base | settings, "conditions": [swept(c) for c in scores], "origin": {"data": data}}
     store.freeze(manifest | {"warnings": ["from the data"], "environment": {}}, prompts)
     for condition, by_task in scores.items():
         for prompt in prompts:
@@ -48,13 +51,13 @@ def make_run(directory, scores, data="jsonl", model="deepseek-ai/DeepSeek-V2-Lit
                 continue
             result = {"id": prompt.sample.id, "run": store.manifest()["key"], "text_sha256": prompt.sample.text_sha256}
             if value == "error":
-                store.append(condition.slug, result | {"error": "OutOfMemoryError"})
+                store.append(slug(condition), result | {"error": "OutOfMemoryError"})
                 continue
-            reads = (60, 60) if condition is DENSE else (30 + number, 20 + number)
+            reads = (60, 60) if condition == DENSE else (30 + number, 20 + number)
             result |= {"score": value, "output": "x", "hit_cap": number == 0, "n_new": 3}
-            result |= {"sparse_calls": 0 if condition is DENSE else 3, "dense_calls": 0, "seconds": 1.0}
+            result |= {"sparse_calls": 0 if condition == DENSE else 3, "dense_calls": 0, "seconds": 1.0}
             result["access"] = {"numerator": reads[0], "row_read": reads[1], "denominator": 60}
-            store.append(condition.slug, result)
+            store.append(slug(condition), result)
     return store
 
 
@@ -124,7 +127,7 @@ def test_sparse_above_dense_and_never_sparse_are_flagged(tmp_path):
     scores = {DENSE: same([0, 0, 1, 1]), PAPER[0]: same([1, 1, 1, 1]), PAPER[1]: same([0, 0, 1, 1])}
     store = make_run(tmp_path, scores)
     assert exit_code(summarise(store)) == 0
-    path = store.results_directory / f"{PAPER[1].slug}.jsonl"
+    path = store.results_directory / f"{slug(PAPER[1])}.jsonl"
     path.write_text(path.read_text().replace('"sparse_calls": 3', '"sparse_calls": 0'))
     summary = summarise(Store(tmp_path))
     warnings = summary["warnings"]
@@ -179,7 +182,7 @@ def test_the_papers_tables_are_copied_right():
 
 
 def test_conditions_of_a_table_hold_miss_or_are_unknown(tmp_path):
-    conditions = expand(["dense", "santa++"], [128, 256, 512, 1024], ["per_head"], ["kmeans"], [(16, 4)], [16])
+    conditions = expand(DENSE, ["dense", "santa++"], [128, 256, 512, 1024], ["per_head"], ["kmeans"], [(16, 4)], [16])
     store = make_run(tmp_path, {c: same([1, 1, 1, 1]) for c in conditions}, n=4)
     table = next(t for t in paper_tables.TABLES if t.number == "15-18")
     verdicts = {check.what: check.verdict for check in paper_tables.checks(table, store.manifest())}
@@ -198,7 +201,7 @@ def test_conditions_of_a_table_hold_miss_or_are_unknown(tmp_path):
 
 
 def test_a_table_asks_for_its_methods_and_lengths(tmp_path):
-    conditions = [DENSE, *(Condition("santa", s) for s in (128, 256, 512, 1024))]
+    conditions = [DENSE, *(SantaConfig(method="santa", budget=s) for s in (128, 256, 512, 1024))]
     manifest = make_run(tmp_path, {c: same([1, 1, 1, 1]) for c in conditions}).manifest()
     table = next(t for t in paper_tables.TABLES if t.number == "15-18")
     found = {check.what: check for check in paper_tables.checks(table, manifest)}
@@ -246,6 +249,7 @@ def test_rows_needed_goes_between_budgets():
 
 def test_conditions_expand_check_and_name_themselves():
     conditions = expand(
+        DENSE,
         ["santa++", "santa", "dense", "centroid"],
         [128, 256],
         ["per_head", "pooled"],
@@ -255,15 +259,25 @@ def test_conditions_expand_check_and_name_themselves():
     )
     assert conditions[0] == DENSE
     assert len(conditions) == 1 + 2 + 2 * 2 * 2 * 2 + 2 * 2 * 2
-    slugs = [condition.slug for condition in conditions]
+    slugs = [slug(condition) for condition in conditions]
     assert len(set(slugs)) == len(slugs) and "santapp_k-means_16-4_per_head_s128" in slugs and "dense" in slugs
     # A slug must never be the beginning of another's file name before a dot.
     assert all(set(slug) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_") for slug in slugs)
-    assert [condition_from_dict(asdict(condition)) for condition in conditions] == list(conditions)
+    assert from_manifest({"conditions": [swept(condition) for condition in conditions]}, "here") == list(conditions)
+    # Files of finished runs have these names.
+    assert {
+        "dense",
+        "santa_s128",
+        "centroid_b16_k-means_s128",
+        "centroid_b4_contiguous_s256",
+        "santapp_contiguous_16-1_pooled_s256",
+        "santapp_k-means_16-4_per_head_s128",
+    } <= set(slugs)
+    assert swept(conditions[0]) == {"method": "dense"} | dict.fromkeys(SWEPT)
     with pytest.raises(EvalError, match="unknown estimator 'mean'.*per_head, pooled"):
-        expand(["santa++"], [128], ["mean"], ["kmeans"], [(16, 4)], [16])
+        expand(DENSE, ["santa++"], [128], ["mean"], ["kmeans"], [(16, 4)], [16])
     with pytest.raises(EvalError, match="S=130.*divisible by P/R = 4"):
-        expand(["santa++"], [130], ["pooled"], ["kmeans"], [(16, 4)], [16])
+        expand(DENSE, ["santa++"], [130], ["pooled"], ["kmeans"], [(16, 4)], [16])
 
 
 @pytest.mark.parametrize(
@@ -317,3 +331,28 @@ def test_a_run_of_another_shape_is_refused_by_name(tmp_path, capsys, change, sai
     store.write_manifest(manifest)
     assert main([command, str(tmp_path)]) == 2
     assert re.search(f"manifest.json.*{said}", capsys.readouterr().err)
+
+
+def test_every_condition_sets_every_field():
+    """What a method does not use is as in the base, so nothing is left of the condition that ran before it."""
+    base = replace(DENSE, seed=5, noise="shared", kmeans_seed=2, routing_dtype="int8")
+    conditions = expand(base, list(METHODS), [128], ["pooled"], ["contiguous"], [(32, 2)], [8])
+    assert [condition.method for condition in conditions] == sorted(METHODS, key=lambda method: method != "dense")
+    for condition in conditions:
+        own = {field for field, value in swept(condition).items() if value is not None}
+        shared = {field.name for field in fields(condition)} - own
+        assert all(getattr(condition, field) == getattr(base, field) for field in shared - {"method"})
+        assert condition.estimator == ("pooled" if condition.method == "santa++" else "per_head")
+
+
+def test_santa_of_an_old_run_is_not_santa_of_today(tmp_path):
+    santa = SantaConfig(method="santa", budget=128)
+    manifest = {"settings": {}, "conditions": [swept(santa)], "environment": {}}
+    store = Store(tmp_path / "old")
+    store.freeze(manifest, [])
+    with pytest.raises(EvalError, match="SANTA S=128: rows without replacement then, with replacement now"):
+        check_resume(store, {}, (santa,))
+    warning = "SANTA of this run sampled rows without replacement, as the method gumbel_rows does now"
+    scores = {DENSE: same([1, 1, 1, 1]), santa: same([1, 1, 1, 1])}
+    assert warning in summarise(make_run(tmp_path / "a", scores))["warnings"]
+    assert warning not in summarise(make_run(tmp_path / "b", scores, draws="independent"))["warnings"]

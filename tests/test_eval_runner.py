@@ -1,4 +1,4 @@
-"""The runner on a random model with a fake handle: what is stored, what is stopped, what goes on."""
+"""The runner with answers that the test gives: what is stored, what is stopped, what goes on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+import latent_santa
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run import generation, models, processes
-from latent_santa.eval.run.conditions import Condition
+from latent_santa.eval.run.conditions import slug
 from latent_santa.eval.run.processes import Processes
 from latent_santa.eval.run.progress import Progress
 from latent_santa.eval.run.render import Renderer, ids_sha256
 from latent_santa.eval.run.runner import Runner
 from latent_santa.eval.run.store import Prompt, Store
 from latent_santa.eval.sources.samples import make_sample
-from tests.eval_support import FakeHandle, save_random_model, tokenizer
+from tests.eval_support import DENSE, FakeGenerator, santapp, save_random_model, tokenizer
 
-DENSE, SPARSE = Condition("dense"), Condition("santa++", 32, "kmeans", 16, 4, "pooled")
+SPARSE = santapp(32, "kmeans", "pooled")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def model(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(save_random_model(tmp_path_factory.mktemp("model"))).eval()
 
 
-def make_runner(directory, model, handle, tasks=("single", "fwe"), n=3, floor=0.0, joined=None, text=None):
+def make_runner(directory, generator=None, tasks=("single", "fwe"), n=3, floor=0.0, joined=None, text=None):
     renderer = Renderer(tokenizer())
     store = Store(directory, *((joined.rank, joined.world) if joined else ()))
     prompts = []
@@ -41,38 +42,38 @@ def make_runner(directory, model, handle, tasks=("single", "fwe"), n=3, floor=0.
     if not store.frozen:
         store.freeze({"settings": {"n": n}, "conditions": []}, prompts)
     progress = Progress(Console(file=text or io.StringIO()), every=0)
-    return Runner(store, model, handle, renderer, 0, floor, progress, joined or Processes())
+    return Runner(store, generator or FakeGenerator(), renderer, floor, progress, joined or Processes())
 
 
-def test_one_result_a_prompt_with_all_its_parts(tmp_path, model):
-    handle, text = FakeHandle(sparse_a_prompt=5), io.StringIO()
-    handle.access.counts = {"numerator": 30, "row_read": 20, "denominator": 60}
-    runner = make_runner(tmp_path, model, handle, text=text)
+def test_one_result_a_prompt_with_all_its_parts(tmp_path):
+    generator, text = FakeGenerator(sparse_calls=5), io.StringIO()
+    generator.access = {"numerator": 30, "row_read": 20, "denominator": 60}
+    runner = make_runner(tmp_path, generator, text=text)
     assert runner.run((DENSE, SPARSE)) == 0
-    assert handle.configured == [DENSE.overrides(), SPARSE.overrides()]
-    lines = (tmp_path / "results" / f"{SPARSE.slug}.jsonl").read_text().splitlines()
+    lines = (tmp_path / "results" / f"{slug(SPARSE)}.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
     assert [json.loads(line)["id"] for line in lines] == [f"{t}/{i:06d}" for t in ("single", "fwe") for i in range(3)]
     assert first["n_new"] == 5 and first["hit_cap"] and first["sparse_calls"] == 5
-    assert first["access"] == handle.access.counts and first["seconds"] > 0
+    assert first["access"] == generator.access and first["seconds"] >= 0
     assert 0 <= first["score"] <= 1
-    # Both conditions draw the same noise for a prompt, and the ledger starts empty for each.
-    assert handle.keys[:6] == handle.keys[6:] == [generation.sequence_key(0, json.loads(line)["id"]) for line in lines]
-    assert handle.access.resets == 12
+    # All conditions answer a prompt before the next is prefilled.
+    asked = [(condition, batch.names) for condition, batch in generator.asked]
+    assert asked == [(c, (json.loads(line)["id"],)) for line in lines for c in (DENSE, SPARSE)]
     assert "fwe score 0.0, rows 50.0 %" in text.getvalue()
 
 
 def test_only_new_ids_are_decoded_and_any_end_id_stops(model):
     ids = tokenizer()("<s><|user|>Flight kasuk?<|assistant|>", add_special_tokens=False)["input_ids"]
+    batch = generation.Batch(("one",), [ids], 6)
     original = model.generation_config
-    try:
+    with latent_santa.patch(model, DENSE) as santa:
         model.generation_config = GenerationConfig(
             do_sample=True, temperature=0.3, repetition_penalty=20.0, eos_token_id=[2, 7]
         )
-        generation.make_greedy(model, tokenizer())
+        generator = generation.Generator(santa, tokenizer(), seed=0)
         assert model.generation_config.eos_token_id == [2, 7]
         assert model.generation_config.repetition_penalty in (None, 1.0)
-        (answer,) = generation.generate(model, tokenizer(), [ids], 6)
+        (answer,) = generator.answers(DENSE, batch)
         # Greedy by hand.
         sequence = list(ids)
         with torch.no_grad():
@@ -81,98 +82,78 @@ def test_only_new_ids_are_decoded_and_any_end_id_stops(model):
         assert answer.text == tokenizer().decode(sequence[len(ids) :], skip_special_tokens=True)
         assert (answer.n_new, answer.hit_cap) == (6, True)
         model.generation_config.eos_token_id = [2, sequence[len(ids) + 2]]
-        (again,) = generation.generate(model, tokenizer(), [ids], 6)
+        (again,) = generator.answers(DENSE, batch)
         assert again.n_new <= 3 and not again.hit_cap
         assert tokenizer().decode(sequence[len(ids) : len(ids) + again.n_new], skip_special_tokens=True) == again.text
-    finally:
-        model.generation_config = original
+    model.generation_config = original
 
 
-def test_what_is_done_is_not_done_again(tmp_path, model, monkeypatch):
-    make_runner(tmp_path, model, FakeHandle()).run((DENSE,))
-
-    def refuse(*args):
-        raise AssertionError("generated again")
-
-    monkeypatch.setattr(generation, "generate", refuse)
-    assert make_runner(tmp_path, model, FakeHandle()).run((DENSE,)) == 0
+def test_what_is_done_is_not_done_again(tmp_path):
+    make_runner(tmp_path).run((DENSE,))
+    generator = FakeGenerator()
+    assert make_runner(tmp_path, generator).run((DENSE,)) == 0
+    assert generator.asked == []
 
 
-def test_a_failing_prompt_is_recorded_and_tried_again_later(tmp_path, model, monkeypatch):
-    real, calls = generation.generate, []
-
-    def sometimes(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("out of memory: 3 GiB\nwith details")
-        return real(*args)
-
-    monkeypatch.setattr(generation, "generate", sometimes)
-    runner = make_runner(tmp_path, model, FakeHandle())
+def test_a_failing_prompt_is_recorded_and_tried_again_later(tmp_path):
+    error = torch.OutOfMemoryError("out of memory: 3 GiB\nwith details")
+    runner = make_runner(tmp_path, FakeGenerator(fails=lambda call: error if call == 2 else None))
     assert runner.run((DENSE,)) == 1
     results = runner.store.results("dense")
     assert len(results) == 6
     assert results["single/000001"]["error"] == "OutOfMemoryError: out of memory: 3 GiB"
-    assert make_runner(tmp_path, model, FakeHandle()).run((DENSE,)) == 0
-    assert len(calls) == 7
+    generator = FakeGenerator()
+    assert make_runner(tmp_path, generator).run((DENSE,)) == 0
+    assert [batch.names for _, batch in generator.asked] == [("single/000001",)]
     assert not any("error" in result for result in Store(tmp_path).results("dense").values())
 
 
-def test_nothing_but_failures_stops_the_run(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(generation, "generate", lambda *args: 1 / 0)
+def test_nothing_but_failures_stops_the_run(tmp_path):
     with pytest.raises(EvalError, match="first 3 prompts all failed.*ZeroDivisionError"):
-        make_runner(tmp_path, model, FakeHandle()).run((DENSE,))
+        make_runner(tmp_path, FakeGenerator(fails=lambda call: ZeroDivisionError("by 0"))).run((DENSE,))
 
 
-def test_dense_below_the_floor_stops_with_three_answers(tmp_path, model):
+def test_dense_below_the_floor_stops_with_three_answers(tmp_path):
     with pytest.raises(EvalError, match="scores 0 % on the first 5 prompts of single") as caught:
-        make_runner(tmp_path, model, FakeHandle(), n=6, floor=50.0).run((DENSE, SPARSE))
+        make_runner(tmp_path, n=6, floor=50.0).run((DENSE, SPARSE))
     assert str(caught.value).count("expected ('zz', 'qq')") == 3
     assert len(Store(tmp_path).results("dense")) == 5
     # Fewer prompts than five are judged when they are done; other tasks are not judged at all.
     with pytest.raises(EvalError, match="on the first 2 prompts"):
-        make_runner(tmp_path / "few", model, FakeHandle(), n=2, floor=50.0).run((DENSE,))
-    assert make_runner(tmp_path / "fwe", model, FakeHandle(), tasks=("fwe",), floor=50.0).run((DENSE,)) == 0
+        make_runner(tmp_path / "few", n=2, floor=50.0).run((DENSE,))
+    assert make_runner(tmp_path / "fwe", tasks=("fwe",), floor=50.0).run((DENSE,)) == 0
 
 
-def test_the_floor_stops_a_resumed_run_again(tmp_path, model):
+def test_the_floor_stops_a_resumed_run_again(tmp_path):
     for _ in range(2):
         with pytest.raises(EvalError, match="scores 0 % on the first 5 prompts of single"):
-            make_runner(tmp_path, model, FakeHandle(), n=5, floor=50.0).run((DENSE, SPARSE))
-    assert len(Store(tmp_path).results("dense")) == 5 and not Store(tmp_path).results(SPARSE.slug)
-    assert make_runner(tmp_path, model, FakeHandle(), n=5).run((DENSE, SPARSE)) == 0
+            make_runner(tmp_path, n=5, floor=50.0).run((DENSE, SPARSE))
+    assert len(Store(tmp_path).results("dense")) == 5 and not Store(tmp_path).results(slug(SPARSE))
+    assert make_runner(tmp_path, n=5).run((DENSE, SPARSE)) == 0
 
 
-def test_a_failed_prompt_does_not_hide_a_score_below_the_floor(tmp_path, model, monkeypatch):
-    generate, calls = generation.generate, []
-
-    def first_fails(*args):
-        calls.append(1)
-        if len(calls) == 1:
-            raise MemoryError("out of memory")
-        return generate(*args)
-
-    monkeypatch.setattr(generation, "generate", first_fails)
+def test_a_failed_prompt_does_not_hide_a_score_below_the_floor(tmp_path):
+    generator = FakeGenerator(fails=lambda call: MemoryError("out of memory") if call == 1 else None)
     with pytest.raises(EvalError, match="scores 0 % on the first 2 prompts of single"):
-        make_runner(tmp_path, model, FakeHandle(), n=3, floor=50.0).run((DENSE, SPARSE))
+        make_runner(tmp_path, generator, n=3, floor=50.0).run((DENSE, SPARSE))
 
 
-def test_a_sparse_method_without_sparse_calls_stops(tmp_path, model):
+def test_a_sparse_method_without_sparse_calls_stops(tmp_path):
     with pytest.raises(EvalError, match=r"S=32, single/000000: no call of this generation was sparse"):
-        make_runner(tmp_path, model, FakeHandle(sparse_a_prompt=0)).run((DENSE, SPARSE))
-    assert len(Store(tmp_path).results("dense")) == 6
+        make_runner(tmp_path, FakeGenerator(sparse_calls=0)).run((DENSE, SPARSE))
+    assert len(Store(tmp_path).results("dense")) == 1
 
 
-def test_processes_share_the_prompts(tmp_path, model):
+def test_processes_share_the_prompts(tmp_path):
     for rank in range(2):
-        make_runner(tmp_path, model, FakeHandle(), joined=Processes(rank, 2)).run((DENSE,))
+        make_runner(tmp_path, joined=Processes(rank, 2)).run((DENSE,))
     files = {path.name: len(path.read_text().splitlines()) for path in (tmp_path / "results").iterdir()}
     assert files == {"dense.rank0.jsonl": 3, "dense.rank1.jsonl": 3}
     assert len(Store(tmp_path).results("dense")) == 6
 
 
-def test_other_ids_than_frozen_are_refused(tmp_path, model):
-    runner = make_runner(tmp_path, model, FakeHandle())
+def test_other_ids_than_frozen_are_refused(tmp_path):
+    runner = make_runner(tmp_path)
     runner.renderer = Renderer(tokenizer(), chat=False)
     with pytest.raises(EvalError, match="makes other ids"):
         runner.run((DENSE,))

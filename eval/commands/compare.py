@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     import latent_santa
     from latent_santa.eval.run import sizes
     from latent_santa.eval.run.comparison import Outcome, run_condition
+    from latent_santa.eval.run.conditions import label
     from latent_santa.eval.run.generation import make_greedy
     from latent_santa.eval.run.models import check_supported, context_limit, load, load_config, load_tokenizer
     from latent_santa.eval.run.progress import Progress
@@ -70,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     spec = model_spec(args)
     args.budgets, args.parents = args.budgets or BUDGETS[spec.tiny], args.parents or ["kmeans"]
     args.methods = ["dense", *(method for method in args.methods if method != "dense")]
-    asked = conditions(args)
     base = base_config(args, spec)
+    asked = conditions(args, base)
     at_least(args, max_new_tokens=1, length=1, prompt_number=0)
     if args.json is not None and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
         raise EvalError(f"--json {args.json}: give a file in an existing directory")
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         for condition in asked:
             dense = outcomes[0] if outcomes else None
             outcomes.append(run_condition(santa, tokenizer, ids, condition, args.max_new_tokens, dense))
-            bar.step(condition.name)
+            bar.step(label(condition))
         bar.end_stage()
         layout = santa.layout
     _print(console, spec, outcomes, len(ids), references, layout)

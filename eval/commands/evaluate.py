@@ -19,7 +19,7 @@ from latent_santa.eval.report import tables
 from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.summary import data_statement, exit_code, write_reports
 from latent_santa.eval.run import freeze, models, sizes
-from latent_santa.eval.run.conditions import Condition
+from latent_santa.eval.run.conditions import slug
 from latent_santa.eval.run.locks import run_lock
 from latent_santa.eval.run.processes import Processes, join
 from latent_santa.eval.run.progress import Progress
@@ -28,8 +28,6 @@ from latent_santa.eval.run.runner import Runner
 from latent_santa.eval.run.store import Prompt, Store, check_writable
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
-
-CPU_PREFILL_BYTES = 2 << 30
 
 
 @dataclass
@@ -41,7 +39,6 @@ class Evaluation:
     settings       everything that decides results; a resumed run must have the same
     batch_size     most prompts generated together
     floor          least dense score in percent on single needles
-    keep_prefills  GiB of prefills to keep, None for a share of what is free
     """
 
     spec: models.ModelSpec
@@ -49,12 +46,11 @@ class Evaluation:
     renderer: Renderer
     request: Request
     config: SantaConfig
-    conditions: tuple[Condition, ...]
+    conditions: tuple[SantaConfig, ...]
     limit: int | None
     settings: dict[str, Any]
     batch_size: int
     floor: float
-    keep_prefills: float | None
     plot: bool
     console: Console
 
@@ -109,7 +105,7 @@ class Evaluation:
             prompts, origin, warnings = self.prompts()
             freeze.new_run(store, self.settings, self.conditions, prompts, origin, warnings)
         for condition in self.conditions:
-            store.merge(condition.slug)
+            store.merge(slug(condition))
 
     def _check_directory(self, store: Store, resume: bool) -> None:
         """Raises EvalError if the directory holds a run that cannot go on."""
@@ -148,6 +144,7 @@ class Evaluation:
         if all(_complete(store, condition, wanted) for condition in self.conditions):
             return
         from latent_santa import patch
+        from latent_santa.eval.run.generation import Generator
 
         if processes.first and (note := self.spec.sharing(processes.local_world)):
             self._say(f"note: {note}")
@@ -162,21 +159,13 @@ class Evaluation:
         except NotImplementedError as error:
             raise EvalError(f"--model {self.spec.name}: {error}") from error
         with handle:
-            Runner(
-                store,
-                loaded.model,
-                handle,
-                self.renderer,
-                self.config.seed,
-                self.floor,
-                progress,
-                processes,
-                self.batch_size,
-            ).run(self.conditions)
+            generator = Generator(handle, self.tokenizer, self.config.seed)
+            runner = Runner(store, generator, self.renderer, self.floor, progress, processes, self.batch_size)
+            runner.run(self.conditions)
 
     def _report(self, store: Store) -> int:
         for condition in self.conditions:
-            store.merge(condition.slug)
+            store.merge(slug(condition))
         summary, notes = write_reports(store, self.plot)
         show(summary, store.directory, notes)
         return exit_code(summary)
@@ -186,8 +175,8 @@ def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluat
     """Check all options of `ruler`, loading no more than configuration and tokenizer. Raises EvalError."""
     spec = options.model_spec(args, check=not args.dry_run)  # the plan of another machine can be looked at here
     tasks = resolve_tasks(args.tasks, family(args.data, spec.tiny))
-    conditions = options.conditions(args)
     base = options.base_config(args, spec)
+    conditions = options.conditions(args, base)
     config = models.load_config(spec)
     models.check_supported(spec, config)
     limit = args.context_limit or models.context_limit(config)
@@ -232,7 +221,6 @@ def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluat
         settings,
         args.batch_size,
         args.floor,
-        args.keep_prefills,
         args.plot,
         console or Console(stderr=True),
     )
@@ -275,21 +263,8 @@ def _kept(store: Store, first: bool) -> Iterator[None]:
         raise EvalError(f"{error.filename or store.directory}: {error.strerror or error}; {told}") from error
 
 
-def prefill_bytes(gib: float | None, spec: models.ModelSpec, processes: Processes) -> int:
-    """Most bytes of prefills to keep: what was asked for, or of a GPU a quarter of what the model left free."""
-    import torch
-
-    if gib is not None:
-        return int(gib * (1 << 30))
-    device = spec.resolved_device(processes.local_rank)
-    if not device.startswith("cuda"):
-        return CPU_PREFILL_BYTES
-    sharers = sum(spec.resolved_device(rank) == device for rank in range(processes.local_world))
-    return torch.cuda.mem_get_info(device)[0] // (4 * sharers)
-
-
-def _complete(store: Store, condition: Condition, wanted: set[str]) -> bool:
-    good = {sample_id for sample_id, result in store.results(condition.slug).items() if "error" not in result}
+def _complete(store: Store, condition: SantaConfig, wanted: set[str]) -> bool:
+    good = {sample_id for sample_id, result in store.results(slug(condition)).items() if "error" not in result}
     return wanted <= good
 
 

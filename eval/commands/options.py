@@ -15,10 +15,9 @@ from latent_santa.eval.run.models import DTYPES, QUANTS, ModelSpec
 
 if TYPE_CHECKING:
     from latent_santa.config import SantaConfig
-    from latent_santa.eval.run.conditions import Condition
 
 # SantaConfig's fields that are one option each, and equal in all settings of a run
-SHARED = ("noise", "routing_dtype", "backend", "kmeans_engine", "seed", "kmeans_seed")
+SHARED = ("noise", "draws", "routing_dtype", "backend", "kmeans_engine", "seed", "kmeans_seed")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -42,14 +41,6 @@ def values(kind: Callable[[str], Any], example: str) -> Callable[[str], list[Any
             raise argparse.ArgumentTypeError(f"{text!r}: give values separated by commas, such as {example}") from error
 
     return parse
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return number
 
 
 def word(text: str) -> str:
@@ -154,6 +145,12 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
         help="Gumbel noise: one draw per head, or one shared by the heads that share rows",
     )
     add(
+        "--draws",
+        default="independent",
+        choices=("independent", "systematic"),
+        help="how santa draws its S rows: each by itself, or all from one uniform per head",
+    )
+    add(
         "--routing-dtype",
         default="model",
         choices=("model", "int8", "int4"),
@@ -194,15 +191,15 @@ def base_config(args: argparse.Namespace, spec: ModelSpec) -> SantaConfig:
     return checked_config(spec.resolved_device(), method="dense", **{name: getattr(args, name) for name in SHARED})
 
 
-def conditions(args: argparse.Namespace) -> tuple[Condition, ...]:
-    """Every asked combination of method and settings, dense first. Raises EvalError."""
+def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig, ...]:
+    """Every asked combination of method and settings on top of what they share, dense first. Raises EvalError."""
     from latent_santa.eval.run.conditions import expand
 
     if args.teams and (args.parent_size, args.representatives) != (None, None):
         raise EvalError("--teams replaces --parent-size and --representatives: give one or the other")
     at_least(args, parent_size=1, representatives=1)
     teams = args.teams or [(args.parent_size or 16, args.representatives or 4)]
-    return expand(args.methods, args.budgets, args.estimators, args.parents, teams, args.centroid_sizes)
+    return expand(base, args.methods, args.budgets, args.estimators, args.parents, teams, args.centroid_sizes)
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:
@@ -229,3 +226,18 @@ def prompt_text(path: Path) -> str:
         raise EvalError(f"--prompt-file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise EvalError(f"--prompt-file {path} is not UTF-8 text: {error}") from error
+
+
+def integers(option: str, text: str) -> list[int]:
+    """The positive integers of a list separated by commas.
+
+    Raises:
+        EvalError: something else; the message names the option.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise EvalError(f"{option} {text}: give integers separated by commas") from error
+    if min(numbers) < 1:
+        raise EvalError(f"{option} {text}: must be at least 1")
+    return numbers

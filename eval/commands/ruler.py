@@ -89,13 +89,6 @@ def add_parser(subparsers: Any) -> None:
     add("--dry-run", action="store_true", help="build the prompts and show their lengths; load only the tokenizer")
     add("--batch-size", type=int, default=1, help="prompts of one task generated together: faster on a GPU")
     add(
-        "--keep-prefills",
-        type=float,
-        metavar="GIB",
-        help="memory for prefills, which are the same for all settings: those that fit are computed once (default: a "
-        "quarter of the GPU's free memory, on a CPU 2; 0: compute each for every setting)",
-    )
-    add(
         "--floor",
         type=float,
         default=50.0,
@@ -134,8 +127,6 @@ def fill_defaults(args: argparse.Namespace) -> list[str]:
     at_least(args, length=1, n=1, batch_size=1, context_limit=1, data_seed=0)
     if not 0 <= args.floor <= 100:
         raise EvalError(f"--floor must be a score from 0 to 100 percent, got {args.floor}")
-    if args.keep_prefills is not None and not 0 <= args.keep_prefills < float("inf"):
-        raise EvalError(f"--keep-prefills must be a number of GiB, 0 for none, got {args.keep_prefills}")
     return filled if tiny else []
 
 

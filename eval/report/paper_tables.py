@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.run.conditions import Condition
+from latent_santa.config import SantaConfig
+from latent_santa.eval.run.conditions import from_manifest, swept
 from latent_santa.eval.sources.tasks import OFFICIAL
 
 MEAN = "mean"
@@ -69,14 +70,14 @@ def numbers(table: Table) -> dict[tuple[str, int | None, str], Value]:
         }
 
 
-def method_key(condition: Condition) -> str | None:
+def method_key(condition: SantaConfig) -> str | None:
     """The condition's method in paper_tables.csv; None for settings that the paper did not run."""
     if condition.method in ("dense", "santa"):
         return condition.method
     if condition.method == "centroid":
         return f"centroid{condition.parent_size}" if condition.parents == "kmeans" else None
-    paper = (condition.parent_size, condition.representatives, condition.estimator) == (16, 4, "per_head")
-    return condition.parents if paper else None
+    paper = (condition.method, condition.parent_size, condition.representatives, condition.estimator)
+    return condition.parents if paper == ("santa++", 16, 4, "per_head") else None
 
 
 def same_model(name: str, model: str) -> bool:
@@ -84,13 +85,15 @@ def same_model(name: str, model: str) -> bool:
     return name.rstrip("/").rpartition("/")[2].lower() == model.lower()
 
 
-def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: Condition, column: str) -> Value | None:
+def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: SantaConfig, column: str) -> Value | None:
     """The paper's value of a condition in a column (a task, or "mean" over exactly the table's tasks), if it has one.
 
     Only for official data, the paper's model, its length, noise and routing keys. The number of prompts may differ: a
     smaller run is still the same quantity, with a wider interval.
     """
     key = method_key(condition)
+    if key == "santa" and "draws" not in settings:
+        return None  # a run from before "santa" drew with replacement
     if key is None or settings.get("data") not in ("hub", "jsonl"):
         return None
     if settings.get("routing_dtype", "model") != "model" or settings.get("noise", "independent") != "independent":
@@ -100,7 +103,7 @@ def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: Conditio
             continue
         if column == MEAN and set(tasks) != set(table.tasks):
             continue
-        value = numbers(table).get((key, condition.budget, column))
+        value = numbers(table).get((key, swept(condition)["budget"], column))
         if value is not None:
             return value
     return None
@@ -136,7 +139,7 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     """The conditions of a table against a run's manifest, or against nothing (every verdict is then unknown)."""
     settings: dict[str, Any] = dict(manifest["settings"]) if manifest else {}
     origin: dict[str, Any] = manifest["origin"] if manifest else {}
-    conditions = [Condition(**data) for data in manifest["conditions"]] if manifest else []
+    conditions = from_manifest(manifest, "manifest") if manifest else []
     found: list[Check] = []
 
     def add(what: str, paper: str, run: Any, agrees: Callable[[], bool]) -> None:
@@ -160,14 +163,14 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     add("prompts a task", str(table.n), get("n"), lambda: settings["n"] == table.n)
     wanted, had = {key for key, _, _ in numbers(table)}, {method_key(condition) for condition in conditions}
     add("methods", _names(wanted), _names(wanted & had), lambda: wanted <= had)
-    ran = sorted({c.budget for c in conditions if c.budget and method_key(c) in ("kmeans", "contiguous")})
+    ran = sorted({c.budget for c in conditions if method_key(c) in ("kmeans", "contiguous")})
     add(
         "budgets, with P=16, R=4, per head",
         " ".join(map(str, table.budgets)),
         " ".join(map(str, ran)),
         lambda: set(table.budgets) <= set(ran),
     )
-    dense = Condition("dense") in conditions
+    dense = any(condition.method == "dense" for condition in conditions)
     add(
         "dense baseline", "SDPA, same adapter" if latent else "SDPA", "same adapter" if dense else "none", lambda: dense
     )

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from latent_santa.config import SantaConfig
 from latent_santa.eval.report import paper_tables, statistics
 from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.statistics import Interval
-from latent_santa.eval.run.conditions import Condition, from_manifest
+from latent_santa.eval.run.conditions import from_manifest, label, name, old_santa, slug, swept
 from latent_santa.eval.run.store import Prompt, Store, write_atomic
 from latent_santa.eval.sources.tasks import mean_label
 
@@ -68,14 +69,14 @@ class _Report:
         self.prompts = store.prompts()
         self.tasks = tuple(self.settings["tasks"])
         self.conditions = from_manifest(self.manifest, store.manifest_path)
-        self.results = {condition: store.results(condition.slug) for condition in self.conditions}
+        self.results = {condition: store.results(slug(condition)) for condition in self.conditions}
         self.damaged = store.damaged()
         self.most_tokens = max(prompt.n_tokens for prompt in self.prompts)
         # official data in a folder of another name than their length
         self.short = self.manifest["origin"]["data"] in ("hub", "jsonl") and not paper_tables.of_length(
             self.most_tokens, self.settings["length"]
         )
-        self.dense: Results | None = self.results.get(Condition("dense"))
+        self.dense: Results | None = next((self.results[c] for c in self.conditions if c.method == "dense"), None)
 
     def summary(self) -> dict[str, Any]:
         rows = [self._row(condition) for condition in self.conditions]
@@ -96,18 +97,19 @@ class _Report:
         lengths = {task: [p.n_tokens for p in self.prompts if p.sample.task == task] for task in self.tasks}
         return {task: {"least": min(v), "median": int(np.median(v)), "most": max(v)} for task, v in lengths.items()}
 
-    def _row(self, condition: Condition) -> dict[str, Any]:
+    def _row(self, condition: SantaConfig) -> dict[str, Any]:
         results = self.results[condition]
         good = [result for result in results.values() if "error" not in result]
+        own = swept(condition)
         return {
-            "name": condition.name,
-            "slug": condition.slug,
+            "name": name(condition),
+            "slug": slug(condition),
             "method": condition.method,
-            "S": condition.budget,
-            "parents": condition.parents,
-            "P": condition.parent_size,
-            "R": condition.representatives,
-            "estimator": condition.estimator,
+            "S": own["budget"],
+            "parents": own["parents"],
+            "P": own["parent_size"],
+            "R": own["representatives"],
+            "estimator": own["estimator"],
             "done": len(good),
             "failed": sorted(sample_id for sample_id, result in results.items() if "error" in result),
             "prompts": len(self.prompts),
@@ -116,7 +118,7 @@ class _Report:
             "cells": {column: self._cell(condition, column) for column in (MEAN, *self.tasks)},
         }
 
-    def _cell(self, condition: Condition, column: str) -> dict[str, Any]:
+    def _cell(self, condition: SantaConfig, column: str) -> dict[str, Any]:
         """One table cell: of a task, or of the equal-weight mean. Without all of its results it has no score."""
         tasks = self.tasks if column == MEAN else (column,)
         results = self.results[condition]
@@ -165,7 +167,7 @@ class _Report:
             access = {c.estimator: pooled_access(list(self.results[c].values()), False)[0] for c in (twin, pooled)}
             settings.append(
                 {
-                    "name": pooled.name.removesuffix(" pooled"),
+                    "name": name(pooled).removesuffix(" pooled"),
                     "S": pooled.budget,
                     "access": {estimator: _percent(value) for estimator, value in access.items()},
                     "difference": self._paired(differences[-1]),
@@ -181,20 +183,22 @@ class _Report:
 
     def _warnings(self, rows: list[dict[str, Any]]) -> list[str]:
         found = list(self.damaged)
+        if old_santa(self.manifest) and any(condition.method == "santa" for condition in self.conditions):
+            found.append("SANTA of this run sampled rows without replacement, as the method gumbel_rows does now")
         if self.short:
             found.append(
                 f"the longest prompt has {self.most_tokens} tokens, so these are not prompts of length "
                 f"{self.settings['length']}; the paper's values are left out"
             )
         for condition, row in zip(self.conditions, rows, strict=True):
-            name = row["name"] + (f" S={row['S']}" if row["S"] else "")
+            shown = label(condition)
             missing = row["prompts"] - row["done"] - len(row["failed"])
             if row["failed"]:
                 found.append(
-                    f"{name}: {len(row['failed'])} prompts failed ({', '.join(row['failed'][:3])} ...); no mean"
+                    f"{shown}: {len(row['failed'])} prompts failed ({', '.join(row['failed'][:3])} ...); no mean"
                 )
             if missing:
-                found.append(f"{name}: {missing} of {row['prompts']} prompts have no result yet; no mean")
+                found.append(f"{shown}: {missing} of {row['prompts']} prompts have no result yet; no mean")
             if condition.method == "dense" or not row["done"]:
                 continue
             good = {i: r for i, r in self.results[condition].items() if "error" not in r}
@@ -203,7 +207,7 @@ class _Report:
                     i in self.dense and self.dense[i].get("output") == r["output"] for i, r in good.items()
                 )
                 found.append(
-                    f"{INVALID}, {name}: not one sparse call"
+                    f"{INVALID}, {shown}: not one sparse call"
                     + (", and the outputs are those of dense attention" if same else "")
                 )
             for column, cell in row["cells"].items():
@@ -211,7 +215,7 @@ class _Report:
                 if difference and difference["low"] > 0:
                     where = mean_label(self.tasks) if column == MEAN else column
                     found.append(
-                        f"{name} is above dense on {where} by {difference['value']:.2f} [{difference['low']:.2f}, "
+                        f"{shown} is above dense on {where} by {difference['value']:.2f} [{difference['low']:.2f}, "
                         f"{difference['high']:.2f}]: more than its interval, so look at prompts and template first"
                     )
         return found

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from latent_santa.eval.run.conditions import Condition
+from latent_santa.config import SantaConfig
+from latent_santa.eval.run.conditions import name, swept
 
 
 @dataclass
@@ -60,7 +61,7 @@ def agreement(tokens: Sequence[int], dense: Sequence[int]) -> float:
 
 @torch.inference_mode()
 def run_condition(
-    santa: Any, tokenizer: Any, ids: list[int], condition: Condition, max_new_tokens: int, dense: Outcome | None
+    santa: Any, tokenizer: Any, ids: list[int], condition: SantaConfig, max_new_tokens: int, dense: Outcome | None
 ) -> Outcome:
     """Generate greedily under one condition: once for time, and once in shadow mode for the attention error.
 
@@ -74,7 +75,7 @@ def run_condition(
     model = santa.model
     device = model.get_input_embeddings().weight.device
     prompt = torch.tensor([ids], device=device)
-    config = santa.configure(**condition.overrides())
+    santa.configure(condition)
 
     def generate() -> list[int]:
         output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens)
@@ -99,9 +100,9 @@ def run_condition(
         santa.shadow = False
         error = santa.shadow_errors().mean().item()
     return Outcome(
-        name=condition.name,
-        budget=condition.budget,
-        teams_per_head=None if condition.method == "dense" else config.teams_per_head,
+        name=name(condition),
+        budget=swept(condition)["budget"],
+        teams_per_head=None if condition.method == "dense" else condition.teams_per_head,
         answer=tokenizer.decode(tokens, skip_special_tokens=True),
         tokens=tokens,
         rows=rows,

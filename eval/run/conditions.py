@@ -1,70 +1,62 @@
-"""The compared settings of attention: one condition is one row of the table."""
+"""The compared settings of attention: each is a whole `SantaConfig`, and one line of the table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
-from latent_santa.config import SantaConfig
+from latent_santa.config import SantaConfig, choices
 from latent_santa.eval.errors import EvalError
+from latent_santa.methods import METHODS
 
-METHODS = ("dense", "santa", "santa++", "centroid")
-ESTIMATORS = ("per_head", "pooled")
-PARENTS = ("kmeans", "contiguous")
+# Fields in which the settings of one run differ; the others are equal in all of them.
+SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator")
 
-_PARENT_NAMES = {"kmeans": "k-means", "contiguous": "contiguous"}
-
-
-@dataclass(frozen=True)
-class Condition:
-    """One method with its settings; fields that a method does not have are None.
-
-    budget           nominal budget S
-    parent_size      P of SANTA++, or B, the nominal cluster size, of the centroid method
-    representatives  R of SANTA++
-    """
-
-    method: str
-    budget: int | None = None
-    parents: str | None = None
-    parent_size: int | None = None
-    representatives: int | None = None
-    estimator: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The method with everything but the budget, as tables and lines of the plot show it."""
-        if self.method == "dense":
-            return "dense (SDPA)"
-        if self.method == "santa":
-            return "SANTA"
-        parents = _PARENT_NAMES[str(self.parents)]
-        if self.method == "centroid":
-            return f"centroid B={self.parent_size} {parents}"
-        estimator = str(self.estimator).replace("_", " ")
-        return f"SANTA++ {parents} {self.parent_size}/{self.representatives} {estimator}"
-
-    @property
-    def slug(self) -> str:
-        """A file name for the condition's results, with the budget."""
-        words = [
-            self.name.replace("SANTA++", "santapp").replace("(SDPA)", ""),
-            f"s{self.budget}" if self.budget else "",
-        ]
-        return "_".join("_".join(words).lower().replace("/", "-").replace("=", "").split()).strip("_")
-
-    def overrides(self) -> dict[str, Any]:
-        """Arguments of `handle.configure` that select the condition."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    @property
-    def grouping(self) -> tuple[Any, ...]:
-        """What the prompts' teams depend on, as far as conditions of one run differ."""
-        return SantaConfig(**self.overrides()).grouping
+_NAMES = {"dense": "dense (SDPA)", "santa": "SANTA", "santa++": "SANTA++", "kmeans": "k-means"}
 
 
-def running_order(conditions: Sequence[Condition]) -> list[Condition]:
+def swept_by(method: str) -> list[str]:
+    """The fields in which settings of a method differ. Methods without representatives are baselines: per head only."""
+    used = METHODS[method].settings
+    fields = [field for field in SWEPT if field in used]
+    return [field for field in fields if field != "estimator" or "representatives" in used]
+
+
+def swept(config: SantaConfig) -> dict[str, Any]:
+    """The method and its swept fields, the others None: how a condition stands in a manifest and in a table."""
+    own = swept_by(config.method)
+    return {"method": config.method} | {field: getattr(config, field) if field in own else None for field in SWEPT}
+
+
+def name(config: SantaConfig) -> str:
+    """The method with everything but the budget, as tables and lines of the plot show it."""
+    own = swept(config)
+    words = [_NAMES.get(config.method, config.method)]
+    parents = _NAMES.get(config.parents, config.parents)
+    if own["representatives"]:
+        words += [parents, f"{config.parent_size}/{config.representatives}"]
+    elif own["parent_size"]:
+        words += [f"B={config.parent_size}", parents]
+    if own["estimator"]:
+        words.append(config.estimator.replace("_", " "))
+    return " ".join(words)
+
+
+def label(config: SantaConfig) -> str:
+    """The name with the budget."""
+    budget = swept(config)["budget"]
+    return name(config) + (f" S={budget}" if budget else "")
+
+
+def slug(config: SantaConfig) -> str:
+    """A file name for the results of these settings."""
+    text = label(config).replace("SANTA++", "santapp").replace("(SDPA)", "").replace("S=", "s")
+    return "_".join(text.lower().replace("/", "-").replace("=", "").split())
+
+
+def running_order(conditions: Sequence[SantaConfig]) -> list[SantaConfig]:
     """The conditions with those of one grouping one after another, else as given: their prompts are grouped once."""
     first: dict[tuple[Any, ...], int] = {}
     for condition in conditions:
@@ -92,62 +84,68 @@ def checked_config(device: str, **settings: Any) -> SantaConfig:
     return config
 
 
-def condition_from_dict(data: dict[str, Any]) -> Condition:
-    """The inverse of `dataclasses.asdict`."""
-    return Condition(**data)
-
-
-def from_manifest(manifest: Mapping[str, Any], where: object) -> list[Condition]:
+def from_manifest(manifest: Mapping[str, Any], where: object) -> list[SantaConfig]:
     """The conditions of a run, from its manifest at `where`. Raises EvalError for those that this version lacks."""
     found = []
     for data in manifest["conditions"]:
         try:
-            found.append(Condition(**data))
-            SantaConfig(**found[-1].overrides())
-        except (TypeError, ValueError) as error:
+            found.append(SantaConfig(**{field: value for field, value in data.items() if value is not None}))
+        except (AttributeError, TypeError, ValueError) as error:
             raise EvalError(f"{where}: conditions has {data!r}, which this version does not know: {error}") from error
     return found
 
 
+def old_santa(manifest: Mapping[str, Any]) -> bool:
+    """Whether the run is from before "santa" drew with replacement; it then sampled rows as "gumbel_rows" does."""
+    return "draws" not in manifest["settings"]
+
+
 def expand(
+    base: SantaConfig,
     methods: Sequence[str],
     budgets: Sequence[int],
     estimators: Sequence[str],
     parents: Sequence[str],
     teams: Sequence[tuple[int, int]],
     centroid_sizes: Sequence[int],
-) -> tuple[Condition, ...]:
-    """All conditions of a run, dense first, each method with the settings that it has.
+) -> tuple[SantaConfig, ...]:
+    """All conditions of a run, dense first, each method with the settings that it uses.
 
-    teams  pairs (P, R). Every condition is checked by `SantaConfig`; raises EvalError naming what is wrong.
+    base   what all of them share. A swept field that a method does not use stays as it is there, so that no condition
+           depends on the one that ran before it
+    teams  pairs (P, R)
+
+    Raises EvalError naming what is wrong.
     """
     for what, given, known in (
-        ("method", methods, METHODS),
-        ("estimator", estimators, ESTIMATORS),
-        ("parents", parents, PARENTS),
+        ("method", methods, tuple(METHODS)),
+        ("estimator", estimators, choices()["estimator"]),
+        ("parents", parents, choices()["parents"]),
     ):
         for value in given:
             if value not in known:
                 raise EvalError(f"unknown {what} {value!r}; choose from {', '.join(known)}")
-    found: dict[Condition, None] = {}
-    if "dense" in methods:
-        found[Condition("dense")] = None
-    for method in methods:
-        if method == "santa":
-            found |= {Condition("santa", budget): None for budget in budgets}
-        elif method == "centroid":
-            for kind in parents:
-                for size in centroid_sizes:
-                    found |= {Condition("centroid", budget, kind, size): None for budget in budgets}
-        elif method == "santa++":
-            for kind in parents:
-                for size, representatives in teams:
-                    for estimator in estimators:
-                        for budget in budgets:
-                            found[Condition("santa++", budget, kind, size, representatives, estimator)] = None
-    for condition in found:
-        try:
-            SantaConfig(**condition.overrides())
-        except ValueError as error:
-            raise EvalError(f"{condition.name}, S={condition.budget}: {error}") from error
+
+    def variants(own: Sequence[str]) -> Iterator[dict[str, Any]]:
+        sizes: Sequence[tuple[int, ...]] = [()]
+        if "representatives" in own:
+            sizes = teams
+        elif "parent_size" in own:
+            sizes = [(size,) for size in centroid_sizes]
+        axes: list[list[dict[str, Any]]] = [
+            [{"parents": value} for value in parents] if "parents" in own else [{}],
+            [dict(zip(("parent_size", "representatives"), size, strict=False)) for size in sizes],
+            [{"estimator": value} for value in estimators] if "estimator" in own else [{}],
+            [{"budget": value} for value in budgets] if "budget" in own else [{}],
+        ]
+        for parts in product(*axes):
+            yield {field: value for part in parts for field, value in part.items()}
+
+    found: dict[SantaConfig, None] = {}
+    for method in sorted(methods, key=lambda method: method != "dense"):
+        for variant in variants(swept_by(method)):
+            try:
+                found[replace(base, method=method, **variant)] = None
+            except ValueError as error:
+                raise EvalError(f"{method} S={variant.get('budget')}: {error}") from error
     return tuple(found)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
+from latent_santa.config import SantaConfig
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.run.conditions import Condition, from_manifest
+from latent_santa.eval.run.conditions import from_manifest, label, old_santa, swept
 from latent_santa.eval.run.environment import environment
 from latent_santa.eval.run.render import Renderer, ids_sha256
 from latent_santa.eval.run.store import Prompt, Store, differences
 from latent_santa.eval.sources import Request, load_samples
 
 # what a setting was in runs that were started before there was an option for it
-BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model"}
+BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model", "draws": "independent"}
 
 
 def make_prompts(
@@ -32,7 +32,7 @@ def make_prompts(
 def new_run(
     store: Store,
     settings: dict[str, Any],
-    conditions: tuple[Condition, ...],
+    conditions: tuple[SantaConfig, ...],
     prompts: list[Prompt],
     origin: dict[str, Any],
     warnings: list[str],
@@ -41,7 +41,7 @@ def new_run(
     store.freeze(
         {
             "settings": settings,
-            "conditions": [asdict(condition) for condition in conditions],
+            "conditions": [swept(condition) for condition in conditions],
             "origin": origin,
             "warnings": warnings,
             "environment": environment(),
@@ -51,7 +51,7 @@ def new_run(
     )
 
 
-def check_resume(store: Store, settings: dict[str, Any], conditions: tuple[Condition, ...]) -> list[str]:
+def check_resume(store: Store, settings: dict[str, Any], conditions: tuple[SantaConfig, ...]) -> list[str]:
     """Compare a stored run with what is asked for now; returns notes on a changed environment.
 
     Settings must be equal. Conditions may be added, which changes nothing measured so far, but not left out.
@@ -59,10 +59,12 @@ def check_resume(store: Store, settings: dict[str, Any], conditions: tuple[Condi
     """
     manifest = store.manifest()
     changed = differences(BEFORE_OPTIONS | manifest["settings"], settings)
+    wanted = [swept(condition) for condition in conditions]
     for condition in from_manifest(manifest, store.manifest_path):
-        if condition not in conditions:
-            budget = f" S={condition.budget}" if condition.budget else ""
-            changed.append(f"{condition.name}{budget}: part of the run then, not asked for now")
+        if swept(condition) not in wanted:
+            changed.append(f"{label(condition)}: part of the run then, not asked for now")
+        if condition.method == "santa" and old_santa(manifest):
+            changed.append(f"{label(condition)}: rows without replacement then, with replacement now")
     if changed:
         listed = "".join(f"\n  {line}" for line in changed)
         raise EvalError(
@@ -73,9 +75,9 @@ def check_resume(store: Store, settings: dict[str, Any], conditions: tuple[Condi
     return [f"since the run was started, {line}" for line in differences(then, now)]
 
 
-def extend(store: Store, conditions: tuple[Condition, ...]) -> None:
+def extend(store: Store, conditions: tuple[SantaConfig, ...]) -> None:
     """Add new conditions to a resumed run's manifest."""
     manifest = store.manifest()
-    wanted = [asdict(condition) for condition in conditions]
+    wanted = [swept(condition) for condition in conditions]
     if manifest["conditions"] != wanted:
         store.write_manifest(manifest | {"conditions": wanted})

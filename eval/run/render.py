@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.sources.samples import Sample
+
+if TYPE_CHECKING:
+    from latent_santa.eval.sources.samples import Sample
 
 PREFIX_PLACES = ("assistant", "user", "none")
 

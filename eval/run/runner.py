@@ -9,42 +9,26 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
+from latent_santa.config import SantaConfig
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.run import generation, scoring
-from latent_santa.eval.run.conditions import Condition, running_order
+from latent_santa.eval.run import scoring
+from latent_santa.eval.run.conditions import label, running_order, slug
+from latent_santa.eval.run.generation import Answer, Batch, first_line, free_memory
 from latent_santa.eval.run.processes import Processes
 from latent_santa.eval.run.progress import Progress
 from latent_santa.eval.run.render import Renderer, ids_sha256
 from latent_santa.eval.run.store import Prompt, Store
 from latent_santa.eval.sources.tasks import SINGLE_NEEDLES
+from latent_santa.methods import METHODS
 
 FLOOR_AFTER = 5
 FAILURES_AT_FIRST = 3
 
 
-class Ledger(Protocol):
-    """What the runner needs of the access ledger."""
+class Generates(Protocol):
+    """What the runner needs of a model."""
 
-    def reset(self) -> None: ...
-
-    def sequence_totals(self, calls: Sequence[int]) -> list[dict[str, int]]: ...
-
-
-class Handle(Protocol):
-    """What the runner needs of a patched model's handle."""
-
-    sequence_keys: list[int] | None
-
-    def configure(self, **overrides: Any) -> Any: ...
-
-    @property
-    def access(self) -> Ledger: ...
-
-    @property
-    def sparse_calls(self) -> int: ...
-
-    @property
-    def dense_calls(self) -> int: ...
+    def answers(self, condition: SantaConfig, batch: Batch) -> list[Answer]: ...
 
 
 @dataclass
@@ -56,92 +40,87 @@ class Runner:
     """
 
     store: Store
-    model: Any
-    handle: Handle
+    generator: Generates
     renderer: Renderer
-    seed: int
     floor: float
     progress: Progress
     processes: Processes
     batch_size: int = 1
 
-    def run(self, conditions: tuple[Condition, ...]) -> int:
-        """Run what is missing of every condition, grouping by grouping; returns the number of prompts that failed.
+    def run(self, conditions: Sequence[SantaConfig]) -> int:
+        """Run what is missing, batch by batch: all conditions answer one batch before the next is prefilled.
 
-        Raises EvalError when going on would measure nothing: dense attention below the floor, a "sparse" method
-        without a sparse call, or failures from the start.
+        Returns the number of results that failed. Raises EvalError when going on would measure nothing: dense attention
+        below the floor, a "sparse" method without a sparse call, or failures from the start.
         """
-        generation.make_greedy(self.model, self.renderer.tokenizer)
         prompts = self.store.prompts()[self.processes.rank :: self.processes.world]
-        failed = 0
-        for condition in running_order(conditions):
-            failed += self._run_condition(condition, prompts)
-        return failed
-
-    def _run_condition(self, condition: Condition, prompts: list[Prompt]) -> int:
-        before = self.store.results(condition.slug)
-        done = {sample_id: result for sample_id, result in before.items() if "error" not in result}
-        own = [prompt for prompt in prompts if prompt.sample.id in done]
-        label = condition.name + (f" S={condition.budget}" if condition.budget else "")
-        self.progress.stage(label, len(prompts), len(own))
-        self.handle.configure(**condition.overrides())
-        running = _Running(Counter(prompt.sample.task for prompt in prompts))
-        for prompt in own:
-            running.add(prompt, done[prompt.sample.id])
-        self._judge(condition, running)  # a run that was stopped by the floor stops there again
-        failures = 0
-        missing = [prompt for prompt in prompts if prompt.sample.id not in done]
-        for batch, results in self._answers(condition, label, missing):
-            for result in results:
-                self.store.append(condition.slug, result)
-            for prompt, result in zip(batch, results, strict=True):
-                if "error" in result:
-                    failures += 1
-                    running.failed[prompt.sample.task] += 1
-                    self._say(f"{label}, {prompt.sample.id}: {result['error']}", "red")
-                    if failures == FAILURES_AT_FIRST and not running.scores:
-                        raise EvalError(
-                            f"{label}: the first {failures} prompts all failed, the last with {result['error']}"
-                        )
-                else:
-                    running.add(prompt, result)
-                    if condition.method != "dense" and not result["sparse_calls"]:
-                        raise EvalError(
-                            f"{label}, {result['id']}: no call of this generation was sparse, so it would be dense "
-                            "attention under another name; is the model patched, and does it use its cache?"
-                        )
-                self._judge(condition, running)
-                self.progress.step(running.note(prompt.sample.task))
+        tallies = [_Tally(condition, prompts, self.store) for condition in running_order(conditions)]
+        self.progress.stage("answers", len(tallies) * len(prompts), sum(len(tally.tried) for tally in tallies))
+        dense = [tally for tally in tallies if tally.condition.method == "dense"]
+        for tally in dense:
+            self._judge(tally)  # a run that was stopped by the floor stops there again
+        if self.floor:  # before anything else, so that a wrong template costs little
+            self._run(_first_needles(prompts), dense)
+        self._run(prompts, tallies)
         self.progress.end_stage()
-        return failures
+        return sum(tally.failed.total() for tally in tallies)
+
+    def _run(self, prompts: list[Prompt], tallies: list[_Tally]) -> None:
+        for batch in batches(prompts, self.batch_size):
+            for tally in tallies:
+                missing = [prompt for prompt in batch if prompt.sample.id not in tally.tried]
+                for part, results in self._results(tally.condition, missing):
+                    self._note(tally, part, results)
+
+    def _note(self, tally: _Tally, batch: list[Prompt], results: list[dict[str, Any]]) -> None:
+        """Store results, add them up, and stop where they show that something is wrong."""
+        shown = label(tally.condition)
+        for result in results:
+            self.store.append(slug(tally.condition), result)
+        for prompt, result in zip(batch, results, strict=True):
+            tally.add(prompt, result)
+            if "error" in result:
+                self._say(f"{shown}, {prompt.sample.id}: {result['error']}", "red")
+                if tally.failed.total() == FAILURES_AT_FIRST and not tally.scores:
+                    raise EvalError(
+                        f"{shown}: the first {FAILURES_AT_FIRST} prompts all failed, the last with {result['error']}"
+                    )
+            elif METHODS[tally.condition.method].sampled and not result["sparse_calls"]:
+                raise EvalError(
+                    f"{shown}, {result['id']}: no call of this generation was sparse, so it would be dense attention "
+                    "under another name; is the model patched, and does it use its cache?"
+                )
+            self._judge(tally)
+            self.progress.step(f"{shown}, {tally.shown(prompt.sample.task)}")
 
     def _say(self, text: str, style: str) -> None:
         self.progress.console.print(text, style=style, markup=False)
 
-    def _answers(
-        self, condition: Condition, label: str, missing: list[Prompt]
+    def _results(
+        self, condition: SantaConfig, batch: list[Prompt]
     ) -> Iterator[tuple[list[Prompt], list[dict[str, Any]]]]:
-        """Prompts and their results, batch by batch. An exception becomes a result's `error`.
+        """Prompts and their results. An exception becomes a result's `error`.
 
-        A batch of several that fails, as for want of memory, is generated again one by one.
+        A batch of several that fails, as one short of memory does, is generated again one by one.
         """
-        for batch in batches(missing, self.batch_size):
-            results, error = self._generate(condition, batch)
-            if error is None:
-                yield batch, results
-                continue
-            if len(batch) == 1:
-                yield batch, [self._base(condition, batch[0]) | {"error": error}]
-                continue
-            self._say(f"{label}, {len(batch)} prompts from {batch[0].sample.id} on: {error}; now one by one", "yellow")
+        if not batch:
+            return
+        results, error = self._generate(condition, batch)
+        if error is None:
+            yield batch, results
+        elif len(batch) == 1:
+            yield batch, [self._base(condition, batch[0]) | {"error": error}]
+        else:
+            names = f"{len(batch)} prompts from {batch[0].sample.id} on"
+            self._say(f"{label(condition)}, {names}: {error}; now one by one", "yellow")
             for prompt in batch:
                 results, error = self._generate(condition, [prompt])
                 yield [prompt], results if error is None else [self._base(condition, prompt) | {"error": error}]
 
-    def _base(self, condition: Condition, prompt: Prompt) -> dict[str, Any]:
+    def _base(self, condition: SantaConfig, prompt: Prompt) -> dict[str, Any]:
         return {
             "id": prompt.sample.id,
-            "condition": condition.slug,
+            "condition": slug(condition),
             "run": self.store.manifest()["key"],
             "text_sha256": prompt.sample.text_sha256,
         }
@@ -153,30 +132,24 @@ class Runner:
             raise EvalError(f"{prompt.sample.id}: the tokenizer makes other ids of this prompt than when it was frozen")
         return ids
 
-    def _generate(self, condition: Condition, batch: list[Prompt]) -> tuple[list[dict[str, Any]], str | None]:
+    def _generate(self, condition: SantaConfig, batch: list[Prompt]) -> tuple[list[dict[str, Any]], str | None]:
         """Generate and score the prompts of one batch: their results, or none and what went wrong.
 
-        A result counts tokens, calls and rows of its own prompt, as alone; its `seconds` are the batch's time divided
-        by `batch`, the number of prompts in it.
+        A result's `seconds` are the batch's time divided by `batch`, the number of prompts in it.
         """
-        prompts = [self._ids(prompt) for prompt in batch]
-        names = [prompt.sample.id for prompt in batch]
-        handle = self.handle
-        handle.access.reset()
-        handle.sequence_keys = [generation.sequence_key(self.seed, name) for name in names]
-        sparse, dense = handle.sparse_calls, handle.dense_calls
+        asked = Batch(
+            tuple(prompt.sample.id for prompt in batch),
+            [self._ids(prompt) for prompt in batch],
+            batch[0].sample.max_new_tokens,
+        )
         start, failure = time.perf_counter(), None
         try:
-            answers = generation.generate(self.model, self.renderer.tokenizer, prompts, batch[0].sample.max_new_tokens)
+            answers = self.generator.answers(condition, asked)
         except Exception as error:  # out of memory has several types, by device; the rest of the run goes on
-            failure = f"{type(error).__name__}: {error}".split("\n")[0]
+            failure = first_line(error)
         if failure is not None:  # outside of the handler, whose traceback holds the failed call's tensors
-            _free_memory()
+            free_memory()
             return [], failure
-        sparse, dense = handle.sparse_calls - sparse, handle.dense_calls - dense
-        # a step of the batch is a call; those after a sequence's own end are not its own
-        calls = [(max(0, sparse - answer.late), max(0, dense - answer.late)) for answer in answers]
-        access = handle.access.sequence_totals([sum(own) for own in calls])
         seconds = round((time.perf_counter() - start) / len(batch), 3)
         return [
             self._base(condition, prompt)
@@ -186,27 +159,27 @@ class Runner:
                 "n_prompt": len(ids),
                 "n_new": answer.n_new,
                 "hit_cap": answer.hit_cap,
-                "sparse_calls": own[0],
-                "dense_calls": own[1],
-                "access": totals,
+                "sparse_calls": answer.sparse_calls,
+                "dense_calls": answer.dense_calls,
+                "access": answer.access,
                 "batch": len(batch),
                 "seconds": seconds,
             }
-            for prompt, ids, answer, own, totals in zip(batch, prompts, answers, calls, access, strict=True)
+            for prompt, ids, answer in zip(batch, asked.ids, answers, strict=True)
         ], None
 
-    def _judge(self, condition: Condition, running: _Running) -> None:
+    def _judge(self, tally: _Tally) -> None:
         """Stop where dense attention scores below the floor on the first single needles.
 
-        A task is judged once enough of its prompts have scores, or once its prompts are through.
+        A task is judged once enough of its prompts have scores, or once all of them were tried.
         """
-        if condition.method != "dense":
+        if tally.condition.method != "dense":
             return
-        for task in SINGLE_NEEDLES & running.expected.keys():
-            scores, outputs = running.scores.get(task, []), running.outputs[task]
-            through = len(scores) + running.failed[task] >= running.expected[task]
+        for task in SINGLE_NEEDLES & tally.expected.keys():
+            scores, outputs = tally.scores.get(task, []), tally.outputs[task]
+            complete = len(scores) + tally.failed[task] >= tally.expected[task]
             scores = scores[:FLOOR_AFTER]
-            if not scores or (len(scores) < FLOOR_AFTER and not through):
+            if not scores or (len(scores) < FLOOR_AFTER and not complete):
                 continue
             mean = 100 * sum(scores) / len(scores)
             if mean < self.floor:
@@ -226,35 +199,52 @@ def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
             yield task[start : start + size]
 
 
-class _Running:
-    """Scores, outputs and reads so far, of one condition in this process."""
+def _first_needles(prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts that the floor is judged by."""
+    taken: Counter[str] = Counter()
+    found = []
+    for prompt in prompts:
+        task = prompt.sample.task
+        if task in SINGLE_NEEDLES and taken[task] < FLOOR_AFTER:
+            taken[task] += 1
+            found.append(prompt)
+    return found
 
-    def __init__(self, expected: Counter[str]) -> None:
-        self.expected = expected
+
+class _Tally:
+    """Scores, outputs and reads of one condition in this process, with those of before.
+
+    tried  ids of prompts that have a result, or failed in this run
+    """
+
+    def __init__(self, condition: SantaConfig, prompts: list[Prompt], store: Store) -> None:
+        self.condition = condition
+        self.expected = Counter(prompt.sample.task for prompt in prompts)
+        self.tried: set[str] = set()
         self.failed: Counter[str] = Counter()
         self.scores: dict[str, list[float]] = defaultdict(list)
         self.outputs: dict[str, list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
         self.read = self.dense = 0
+        before = store.results(slug(condition))
+        for prompt in prompts:
+            result = before.get(prompt.sample.id)
+            if result is not None and "error" not in result:
+                self.add(prompt, result)
 
     def add(self, prompt: Prompt, result: dict[str, Any]) -> None:
-        self.scores[prompt.sample.task].append(result["score"])
-        self.outputs[prompt.sample.task].append((result["output"], prompt.sample.references))
+        task = prompt.sample.task
+        self.tried.add(prompt.sample.id)
+        if "error" in result:
+            self.failed[task] += 1
+            return
+        self.scores[task].append(result["score"])
+        self.outputs[task].append((result["output"], prompt.sample.references))
         self.read += result["access"].get("numerator", 0)
         self.dense += result["access"].get("denominator", 0)
 
-    def note(self, task: str) -> str:
+    def shown(self, task: str) -> str:
         """Task, its running score, and the percent of rows read over all tasks so far."""
         scores = self.scores.get(task)
         score = f"{100 * sum(scores) / len(scores):.1f}" if scores else "-"
         rows = f", rows {100 * self.read / self.dense:.1f} %" if self.dense else ""
         return f"{task} score {score}{rows}"
-
-
-def _free_memory() -> None:
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -6,17 +6,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.run.render import Renderer
 from latent_santa.eval.sources.samples import Sample
 
 from . import builtin, hub, jsonl, shapes
 from .haystack import open_haystack
 from .tasks import Family
 
-SELECTIONS = ("sample", "first")
+if TYPE_CHECKING:
+    from latent_santa.eval.run.render import Renderer
 
 
 @dataclass(frozen=True)
