@@ -45,6 +45,7 @@ class TritonBackend:
     name = "triton"
 
     def unavailable(self, device: torch.device) -> str | None:
+        """Why no kernel can run for tensors on ``device``, or None."""
         return unavailable(device)
 
     def reason_not(self, step: DecodeStep, sampling: Sampling) -> str | None:

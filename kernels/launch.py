@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from latent_santa.integers import ceil_div
 from latent_santa.routing_keys import RoutingKeys
 from latent_santa.step import DecodeStep, Output, Sampling
 
@@ -103,7 +104,7 @@ class Launches:
         """Lines 7-8: score the representatives and add noise."""
         s, p, b, teams, draw = self.shapes, self.plan, self.buffers, self.teams, self.step.draw
         first, second = teams.routing_keys[0], teams.routing_keys[-1]
-        route_kernel[(-(-s.teams // p.route_teams), -(-s.heads // p.route_heads), s.batch * s.groups)](
+        route_kernel[(ceil_div(s.teams, p.route_teams), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
             query0=self.query[0],
             query1=self.query[-1],
             keys0=first.codes,
@@ -185,7 +186,7 @@ class Launches:
     def pool(self) -> None:
         """One correction per team for all heads (pooled only)."""
         s, p, b = self.shapes, self.plan, self.buffers
-        pool_kernel[(-(-s.teams // p.pool_teams), s.batch * s.groups)](
+        pool_kernel[(ceil_div(s.teams, p.pool_teams), s.batch * s.groups)](
             phi=b.phi,
             tau=b.thresholds[0],
             kth=b.thresholds[1],
@@ -208,7 +209,7 @@ class Launches:
         first, second, pooled = rows.keys[0], rows.keys[-1], self.sampling.pooled
         # without a mask any tensor does: it is not read
         visible = self.index if self.visible is None else self.visible.view(torch.int8)
-        attend_kernel[(p.shares, -(-s.heads // p.attend_heads), s.batch * s.groups)](
+        attend_kernel[(p.shares, ceil_div(s.heads, p.attend_heads), s.batch * s.groups)](
             query0=self.query[0],
             query1=self.query[-1],
             keys0=first,
@@ -268,7 +269,7 @@ class Launches:
         out = torch.empty(s.batch, s.groups, s.heads, s.values, dtype=torch.float32, device=device)
         lse = torch.empty(s.batch, s.groups, s.heads, dtype=torch.float32, device=device)
         counts = torch.empty(3, s.batch, s.groups, dtype=torch.int64, device=device)
-        combine_kernel[(-(-s.values // p.combine_values), s.heads, s.batch * s.groups)](
+        combine_kernel[(ceil_div(s.values, p.combine_values), s.heads, s.batch * s.groups)](
             part_out=b.part_out,
             part_max=b.part_mass[0],
             part_sum=b.part_mass[1],

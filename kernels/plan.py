@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from latent_santa.integers import ceil_div
+
 RUN = 8  # rowlist.py's
 
 
@@ -136,8 +138,8 @@ def choose(s: Shapes) -> Plan:
         attend_rows = 16
     elif wide and s.split:
         attend_rows = 32
-    shares = _shares(s, attend_rows, sequences * -(-s.heads // attend_heads), tall)
-    per_share = -(-s.prompt // (RUN * shares)) * RUN
+    shares = _shares(s, attend_rows, sequences * ceil_div(s.heads, attend_heads), tall)
+    per_share = ceil_div(s.prompt, RUN * shares) * RUN
     plan = Plan(
         route_teams=route_teams,
         route_heads=route_heads,
@@ -161,7 +163,7 @@ def choose(s: Shapes) -> Plan:
 def _shares(s: Shapes, attend_rows: int, programs: int, tall: bool) -> int:
     """Programs that split the rows of one of the ``programs`` (sequence, group, head block): one per processor in all
     where the rows are few, else as many as stay resident at once."""
-    tiles = -(-(min(s.most_rows, s.prompt) + s.suffix) // attend_rows)
+    tiles = ceil_div(min(s.most_rows, s.prompt) + s.suffix, attend_rows)
     alone = max(1, s.processors // programs)
     if tall:
         resident = 3 if s.batch * s.groups >= 16 else 2
@@ -182,15 +184,15 @@ def candidates(teams_per_head: int) -> int:
 
 def padded_teams(teams: int) -> int:
     """M rounded up to whole routing blocks of any size."""
-    return -(-teams // 128) * 128
+    return ceil_div(teams, 128) * 128
 
 
 def mask_words(heads: int) -> int:
     """32-bit words that hold one bit per head."""
-    return -(-heads // 32)
+    return ceil_div(heads, 32)
 
 
 def list_capacity(s: Shapes, p: Plan) -> int:
     """Rows that one share may have to list; a power of two, so that a growing suffix moves to new buffers only now and
     then."""
-    return power(-(-s.prompt // (RUN * p.shares)) * RUN + -(-s.suffix // p.shares))
+    return power(ceil_div(s.prompt, RUN * p.shares) * RUN + ceil_div(s.suffix, p.shares))

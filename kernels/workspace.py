@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latent_santa.integers import ceil_div
+
 from .plan import Plan, Shapes, candidate_blocks, candidates, choose, list_capacity, mask_words, padded_teams
 
 # plans kept; prompts of all lengths would otherwise add to them for ever
@@ -45,7 +47,7 @@ class Buffers:
 def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
     """Dtype and shape of every buffer; B * G comes first, and M is padded to whole routing blocks."""
     q, h, padded, k = s.batch * s.groups, s.heads, padded_teams(s.teams), s.teams_per_head
-    lists = (q, -(-h // p.attend_heads), p.shares, list_capacity(s, p))
+    lists = (q, ceil_div(h, p.attend_heads), p.shares, list_capacity(s, p))
     return {
         "phi": (torch.float32, (q, h, padded)),
         "noisy": (torch.float32, (q, h, padded)),

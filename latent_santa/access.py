@@ -23,8 +23,8 @@ class Unit:
     """What one counted row costs, in vectors.
 
     GQA reads a key and a value per attended row and a key per representative (Equation 13). In MLA one row is one unit
-    in either pass (Equation 14).
-    The bytes are those of one such row in memory; routing keys may be held in fewer bits than the cache.
+    in either pass (Equation 14). The bytes are those of one such row in memory; routing keys may be held in fewer bits
+    than the cache.
     """
 
     routing: int
@@ -67,9 +67,15 @@ def _row_bytes(rows: Rows) -> tuple[int, int]:
 class AccessLedger:
     """Row counts of every decoding call, kept on the device until somebody asks.
 
-    A call of one layer records ``(B, G)`` counts: ``routing`` rows scored to choose teams, ``union`` prompt rows of the
-    selected teams counted once a sharing group, ``suffix`` rows attended exactly, and ``dense`` rows that dense
-    attention would read. Prefill and team construction are not counted (Appendix C.1).
+    One call c of one layer records ``(B, G)`` counts, in the paper's symbols:
+
+    - ``routing``, m_c: vectors scored to choose teams;
+    - ``union``, u_c: prompt rows of the selected teams, counted once per sharing group;
+    - ``suffix``, e_c: rows attended exactly;
+    - ``dense``, N_c: rows that dense attention would read.
+
+    Equation 13 (GQA) is sum(m + 2 (u + e)) / sum(2 N), Equation 14 (MLA) sum(m + u + e) / sum(N). Prefill and team
+    construction are not counted (Appendix C.1).
     """
 
     def __init__(self) -> None:
@@ -82,7 +88,7 @@ class AccessLedger:
         with self._lock:
             calls = self._calls.setdefault(layer, [])
             calls.append((unit, entry))
-            # fold single entries together, so that a long run does not hold a tensor a call
+            # fold single entries together, so that a long run does not hold one tensor per call
             last = calls[-PACK:] if len(calls) > PACK else []
             if last and all(u == unit and c.shape[0] == 1 and c.shape[1:] == entry.shape[1:] for u, c in last):
                 calls[-PACK:] = [(unit, torch.cat([c for _, c in last]))]

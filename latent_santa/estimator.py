@@ -1,4 +1,9 @@
-"""The estimators over selected rows and the exact suffix: Algorithm 1 lines 13-19, for both row layouts."""
+"""Algorithm 1 in PyTorch, and exact attention: what a step attends, for both row layouts.
+
+Z-hat and U-hat are never numbers of their own, since e^s overflows. Functions here return ``out`` = U / Z and ``lse`` =
+log Z instead, so that Z = exp(lse) and U = out * exp(lse). In loops they are ``attention_group``, ``gumbel_rows`` and
+``dense`` of :mod:`latent_santa.naive`.
+"""
 
 from __future__ import annotations
 
@@ -7,44 +12,60 @@ from torch import Tensor
 
 from .integers import ceil_div
 from .rows import Rows, scores
-from .sampling import Selection, routing_scores, select
-from .step import DecodeStep, Output, Sampling, Suffix
+from .sampling import Selection, routing_scores, select, take_all
+from .step import DecodeStep, Output, Sampling
 from .teams import Teams
 
 # more rows of the union than these are copied in float32 in two halves: decoding's memory peaks there
 ROWS_AT_ONCE = 2048
 
 
-def _combine(logits: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalised sum of values ``(B, G, C, V)`` under ``logits (B, G, H, C)``, and the logits' log-sum-exp.
+def sampled_attention(step: DecodeStep, sampling: Sampling) -> Output:
+    """SANTA++ for one decoding step of one layer (Algorithm 1), or its pooled form."""
+    teams = step.teams
+    assert teams is not None, "this estimator samples teams"
+    if teams.M <= sampling.k:  # line 4, for all sequences of the batch
+        picked = take_all(teams.sizes > 0)
+    else:
+        phi = routing_scores(step.query, teams, step.scale)
+        gumbels = step.draw.gumbels(step.groups, step.heads, teams.M, sampling.shared)
+        picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
+    out, lse, union = attend_selected(step, teams, picked, step.heads * sampling.k)
+    return Output(out, lse, picked.routing, union, step.suffix.counts(step.batch)[:, None].expand(-1, step.groups))
 
-    Several ``values`` follow one another along C; joined, they would be copied.
+
+def attend_selected(
+    step: DecodeStep, teams: Teams, picked: Selection, most_teams: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lines 13-19: exact attention over the suffix E and the rows of selected teams, these weighted by 1 / c_g.
+
+    All heads of a group read the union of their rows. A row's 1 / c_g moves into its score, e^s / c = e^(s - log c), in
+    U and Z alike; a head that did not select the row's team has log c = +inf there.
+
+    Args:
+        most_teams: an upper bound on the union's size, known without looking at it.
+
+    Returns:
+        ``out (B, G, H, V)``, ``lse (B, G, H)`` and the union's row counts ``(B, G)``.
     """
-    lse = logits.logsumexp(-1)
-    # a sequence without any visible row (a chunk of a prompt that is all padding) gets zeros, not NaN
-    shift = lse.clamp_min(torch.finfo(lse.dtype).min)
-    weights = (logits - shift[..., None]).exp().split([part.shape[2] for part in values], -1)
-    first, *others = (weight @ part for weight, part in zip(weights, values, strict=True))
-    return sum(others, first), lse
+    index = union_rows(picked.union, teams, teams.most_rows(most_teams))  # line 13, without E
+    team = teams.team_of_row.long().gather(2, index.clamp_min(0)).clamp_min(0)
+    log_c = picked.log_correction.gather(3, team[:, :, None].expand(-1, -1, picked.log_correction.shape[2], -1))
+    log_c = log_c.masked_fill((index < 0)[:, :, None], torch.inf)
+    suffix_scores, suffix_values = _suffix(step)
 
+    def sums(index: Tensor, log_c: Tensor, with_suffix: bool) -> tuple[Tensor, Tensor]:
+        """Lines 14-18 over some rows of the union, and over E."""
+        rows = step.rows.take(index)  # freed before the next half is taken
+        s = scores(step.query, rows.keys, step.scale) - log_c
+        if with_suffix:
+            return _sums(torch.cat((s, suffix_scores), -1), rows.values, suffix_values)
+        return _sums(s, rows.values)
 
-def _merged(pieces: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One result of :func:`_combine` from those of separate columns."""
-    if len(pieces) == 1:
-        return pieces[0]
-    outs, lses = (torch.stack(parts) for parts in zip(*pieces, strict=True))
-    lse = lses.logsumexp(0)
-    weights = (lses - lse.clamp_min(torch.finfo(lse.dtype).min)).exp()
-    return (weights[..., None] * outs).sum(0), lse
-
-
-def _suffix_logits(query: tuple[Tensor, ...], rows: Rows, suffix: Suffix, scale: float) -> tuple[Tensor, Tensor]:
-    """Scores ``(B, G, H, E)`` and float32 values ``(B, G, E, V)`` of the exact suffix."""
-    part = Rows(tuple(k.index_select(2, suffix.index) for k in rows.keys), rows.values.index_select(2, suffix.index))
-    logits = scores(query, part.keys, scale)
-    if suffix.visible is not None:
-        logits = logits.masked_fill(~suffix.visible[:, None, None], -torch.inf)
-    return logits, part.values.to(logits.dtype)
+    at_once = max(ROWS_AT_ONCE, ceil_div(index.shape[-1], 2))
+    halves = zip(index.split(at_once, -1), log_c.split(at_once, -1), strict=True)
+    out, lse = _added([sums(*half, with_suffix=number == 0) for number, half in enumerate(halves)])
+    return out, lse, (index >= 0).sum(-1)
 
 
 def union_rows(union: Tensor, teams: Teams, capacity: int) -> Tensor:
@@ -57,80 +78,31 @@ def union_rows(union: Tensor, teams: Teams, capacity: int) -> Tensor:
     return rows.scatter_(2, place, index)[..., :capacity]
 
 
-def sampled_attention(step: DecodeStep, sampling: Sampling) -> Output:
-    """SANTA++ for one decoding step of one layer (Algorithm 1), or its pooled form."""
-    teams = step.teams
-    assert teams is not None, "this estimator samples teams"
-    phi = routing_scores(step.query, teams, step.scale)
-    gumbels = step.draw.gumbels(step.groups, step.heads, teams.M, sampling.shared)
-    picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
-    out, lse, union = attend_selected(
-        step.query, step.rows, teams, step.suffix, picked, step.scale, step.heads * sampling.k
-    )
-    return Output(out, lse, picked.routing, union, step.suffix.counts(step.batch)[:, None].expand(-1, step.groups))
-
-
-def attend_selected(
-    query: tuple[Tensor, ...],
-    rows: Rows,
-    teams: Teams,
-    suffix: Suffix,
-    picked: Selection,
-    scale: float,
-    most_teams: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Exact attention over the union's rows and the suffix, each team's rows weighted by 1 / c_g.
-
-    Subtracting log c_g from a row's score divides its mass and its weighted value alike (Equation 4).
-
-    Args:
-        most_teams: an upper bound on the union's size, known without looking at it.
-
-    Returns:
-        ``out (B, G, H, V)``, ``lse (B, G, H)`` and the union's row counts ``(B, G)``.
-    """
-    index = union_rows(picked.union, teams, teams.most_rows(most_teams))
-    team = teams.team_of_row.long().gather(2, index.clamp_min(0)).clamp_min(0)
-    log_c = picked.log_correction.gather(3, team[:, :, None].expand(-1, -1, picked.log_correction.shape[2], -1))
-    log_c = log_c.masked_fill((index < 0)[:, :, None], torch.inf)
-    exact, values = _suffix_logits(query, rows, suffix, scale)
-
-    def piece(numbers: Tensor, less: Tensor, with_suffix: bool) -> tuple[Tensor, Tensor]:
-        part = rows.take(numbers)  # gone before the next piece is taken
-        logits = scores(query, part.keys, scale) - less
-        if with_suffix:
-            return _combine(torch.cat((logits, exact), -1), part.values, values)
-        return _combine(logits, part.values)
-
-    at_once = max(ROWS_AT_ONCE, ceil_div(index.shape[-1], 2))
-    halves = zip(index.split(at_once, -1), log_c.split(at_once, -1), strict=True)
-    out, lse = _merged([piece(*half, with_suffix=number == 0) for number, half in enumerate(halves)])
-    return out, lse, (index >= 0).sum(-1)
-
-
 def santa_attention(step: DecodeStep, sampling: Sampling) -> Output:
-    """SANTA (Lee et al., 2026): every key is scored, single rows are sampled from the exact attention weights.
+    """Single rows sampled without replacement from the exact attention weights: every key is scored.
 
     It is SANTA++ with one team per row whose representative is the row itself, under the same correction. Rows outside
     of the suffix are sampled, K of them per head. ``routing`` counts every visible row once.
     """
-    query, rows, suffix, scale = step.query, step.rows, step.suffix, step.scale
+    rows, suffix = step.rows, step.suffix
     prompt = step.visible
     if prompt is None:
         prompt = torch.ones(step.batch, rows.length, dtype=torch.bool, device=rows.values.device)
     prompt = prompt.index_fill(1, suffix.index, False)
-    phi = scores(query, rows.keys, scale).masked_fill(~prompt[:, None, None], -torch.inf)
+    phi = scores(step.query, rows.keys, step.scale).masked_fill(~prompt[:, None, None], -torch.inf)
     batch, groups, heads, length = phi.shape
-    # a row's draw belongs to its place among real rows, so that padding does not move it
-    rank = (prompt.long().cumsum(-1) - 1).clamp_min(0)[:, None, None].expand(-1, groups, heads, -1)
-    gumbels = step.draw.gumbels(groups, heads, length, sampling.shared).gather(3, rank)
-    picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
-    exact, values = _suffix_logits(query, rows, suffix, scale)
-    logits = torch.cat((phi - picked.log_correction, exact), -1)
-    out, lse = _combine(logits, rows.values.to(values.dtype), values)
-    exact_rows = suffix.counts(batch)[:, None].expand(-1, groups)
-    scanned = prompt.sum(-1)[:, None] + exact_rows
-    return Output(out, lse, scanned, picked.union.sum(-1), exact_rows)
+    if length <= sampling.k:
+        picked = take_all(prompt[:, None].expand(-1, groups, -1))
+    else:
+        # a row's draw belongs to its place among real rows, so that padding does not move it
+        rank = (prompt.long().cumsum(-1) - 1).clamp_min(0)[:, None, None].expand(-1, groups, heads, -1)
+        gumbels = step.draw.gumbels(groups, heads, length, sampling.shared).gather(3, rank)
+        picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
+    suffix_scores, suffix_values = _suffix(step)
+    s = torch.cat((phi - picked.log_correction, suffix_scores), -1)
+    out, lse = _sums(s, rows.values.to(suffix_values.dtype), suffix_values)
+    exact = suffix.counts(batch)[:, None].expand(-1, groups)
+    return Output(out, lse, prompt.sum(-1)[:, None] + exact, picked.union.sum(-1), exact)
 
 
 def dense_attention(
@@ -144,7 +116,39 @@ def dense_attention(
     Returns:
         ``out (B, G, H, V)`` and ``lse (B, G, H)``.
     """
-    logits = scores(query, rows.keys, scale)
+    s = scores(query, rows.keys, scale)
     if visible is not None:
-        logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
-    return _combine(logits, rows.values.to(logits.dtype))
+        s = s.masked_fill(~visible[:, None, None], -torch.inf)
+    return _sums(s, rows.values.to(s.dtype))
+
+
+def _suffix(step: DecodeStep) -> tuple[Tensor, Tensor]:
+    """Scores ``(B, G, H, E)`` and values ``(B, G, E, V)`` of the exact suffix, in the scores' precision."""
+    index, visible = step.suffix.index, step.suffix.visible
+    s = scores(step.query, (part.index_select(2, index) for part in step.rows.keys), step.scale)
+    if visible is not None:
+        s = s.masked_fill(~visible[:, None, None], -torch.inf)
+    return s, step.rows.values.index_select(2, index).to(s.dtype)
+
+
+def _sums(s: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+    """U / Z and log Z of rows with scores ``s (B, G, H, C)`` and values ``(B, G, C, V)``.
+
+    Several ``values`` follow one another along C; joined, they would be copied.
+    """
+    lse = s.logsumexp(-1)
+    # a sequence without any visible row (a chunk of a prompt that is all padding) gets zeros, not NaN
+    shift = lse.clamp_min(torch.finfo(lse.dtype).min)
+    weights = (s - shift[..., None]).exp().split([part.shape[2] for part in values], -1)
+    first, *others = (weight @ part for weight, part in zip(weights, values, strict=True))
+    return sum(others, first), lse
+
+
+def _added(sums: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """U / Z and log Z of all rows, from those of separate rows."""
+    if len(sums) == 1:
+        return sums[0]
+    outs, lses = (torch.stack(parts) for parts in zip(*sums, strict=True))
+    lse = lses.logsumexp(0)
+    weights = (lses - lse.clamp_min(torch.finfo(lse.dtype).min)).exp()
+    return (weights[..., None] * outs).sum(0), lse

@@ -175,7 +175,8 @@ class TeamLayer(DynamicLayer):
 
         The teams, formed before, still list the row, and the replay writes it again.
         """
-        self._set(self.keys[..., :-1, :], self.values[..., :-1, :])
+        if self.get_seq_length():  # an early exit leaves layers without rows
+            self._set(self.keys[..., :-1, :], self.values[..., :-1, :])
 
     def regroup(self) -> None:
         """Drop the teams; every row up to the present length, whoever wrote it, waits to be grouped anew."""

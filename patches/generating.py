@@ -51,7 +51,8 @@ def _generate(generate: Callable[..., Any], model: PreTrainedModel, control: Con
             thread.generating, thread.draft_prompt = outer
         made = thread.made - before
         sampled = made[Kind.DECODE] + made[Kind.REPLAY]
-        if METHODS[control.config.method].sampled and not sampled and not thread.preparing:
+        quiet = thread.preparing or outer[0]  # an early exit generates its drafts within a generation
+        if METHODS[control.config.method].sampled and not sampled and not quiet:
             warnings.warn(f"no call of this generation was sparse: {_why_dense(made)}", stacklevel=2)
         return result
 

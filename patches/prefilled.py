@@ -78,8 +78,7 @@ class Prefilled:
 
     def generate(self, **kwargs: Any) -> Any:
         """``model.generate`` on the prompt under the settings in force, without computing its prefill again."""
-        cache = {self._name: self.held_back()}
-        return self._model.generate(self.input_ids, attention_mask=self.attention_mask, **cache, **kwargs)
+        return self._generate(self.input_ids, self.attention_mask, self.held_back(), kwargs)
 
     def follow(self, turn: Tensor, **kwargs: Any) -> Any:
         """``model.generate`` on the prompt and a further turn ``(B, Q)`` int64 behind it."""
@@ -87,7 +86,18 @@ class Prefilled:
         mask = None
         if self.attention_mask is not None:
             mask = torch.cat((self.attention_mask, torch.ones_like(turn)), 1)
-        return self._model.generate(ids, attention_mask=mask, **{self._name: self.rewound()}, **kwargs)
+        return self._generate(ids, mask, self.rewound(), kwargs)
+
+    def _generate(self, ids: Tensor, mask: Tensor | None, cache: Any, kwargs: dict[str, Any]) -> Any:
+        """``generate`` repeats ids for beams and returned sequences, but no cache that it is given."""
+        settings = kwargs.get("generation_config") or self._model.generation_config
+        asked = (
+            kwargs.get(name) or getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")
+        )
+        copies = max(asked)
+        if copies > 1:
+            cache.batch_repeat_interleave(copies)
+        return self._model.generate(ids, attention_mask=mask, **{self._name: cache}, **kwargs)
 
     def step(self, tokens: Tensor, cache: Any, rows: int) -> Tensor:
         """Logits ``(B, vocabulary)`` behind one more token per sequence; ``rows`` with it are real, padding aside."""

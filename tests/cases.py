@@ -15,6 +15,7 @@ from latent_santa.estimator import sampled_attention, santa_attention
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows
+from latent_santa.sampling import Selection, select, take_all
 from latent_santa.step import DecodeStep, Draw, Output, Sampling, Suffix
 from latent_santa.teams import Teams, build_teams, freeze_representatives
 
@@ -167,6 +168,18 @@ def make_case(
 def frozen_teams(rows: Rows, points: Tensor, parents: Tensor, representatives: int) -> Teams:
     """Algorithm 2 with the representatives' keys copied from ``rows``."""
     return freeze_representatives(build_teams(points, parents, representatives), rows)
+
+
+def own_teams(phi: Tensor, gumbels: Tensor, k: int) -> Tensor:
+    """``(B, G, H, M)`` bool, the set S of each head, K of them or every real team."""
+    return pick(phi, gumbels, k, "per_head", False).log_correction.expand_as(phi) < torch.inf
+
+
+def pick(phi: Tensor, gumbels: Tensor, k: int, estimator: str, shared: bool) -> Selection:
+    """Algorithm 1, lines 4-11, as the operators do them."""
+    if phi.shape[-1] <= k:
+        return take_all(phi[:, :, 0] > -torch.inf)
+    return select(phi, gumbels, k, estimator, shared)
 
 
 def team_lists(teams: Teams, b: int, g: int) -> list[tuple[list[int], int]]:

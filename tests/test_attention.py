@@ -33,7 +33,7 @@ SUFFIXES = {
     "padded": {"suffix": 3, "hidden": ((0, 0), (0, 1), (2, 1))},
 }
 LENGTHS = (21, 34, 9)
-MERGED = operator_module._merged
+ADDED = operator_module._added
 
 
 def assert_equals_reference(case, output, k, estimator, noise, method="santa++", tolerance=1e-5):
@@ -54,13 +54,13 @@ def assert_equals_reference(case, output, k, estimator, noise, method="santa++",
 def test_two_halves_of_the_union_give_what_the_whole_gives(layout, suffix, estimator, monkeypatch):
     """Half of the room for rows is unused in the shortest sequence: its second half may hold no row at all."""
     monkeypatch.setattr(operator_module, "ROWS_AT_ONCE", 1)
-    merged = []
-    monkeypatch.setattr(operator_module, "_merged", lambda pieces: merged.append(len(pieces)) or MERGED(pieces))
+    pieces = []
+    monkeypatch.setattr(operator_module, "_added", lambda sums: pieces.append(len(sums)) or ADDED(sums))
     for seed in range(2):
         case = make_case(lengths=LENGTHS, seed=seed, **LAYOUTS[layout], **SUFFIXES[suffix])
         for k in (2, 5):
             assert_equals_reference(case, case.run(k, estimator, "independent"), k, estimator, "independent")
-    assert set(merged) == {2}
+    assert set(pieces) == {2}
 
 
 @pytest.mark.parametrize("noise", ["independent", "shared"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +16,15 @@ from latent_santa.eval.errors import EvalError
 
 pytest.importorskip("triton", reason="triton is not installed: bench operator cannot run")
 
-from latent_santa.eval.bench.workload import load
+from latent_santa.eval.bench.workload import Size, load, save, synthetic
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["bench", *words]) == 2
+    try:
+        code: object = main(["bench", *words])
+    except SystemExit as stop:  # what the parser itself refuses
+        code = stop.code
+    assert code == 2
     return capsys.readouterr().err
 
 
@@ -29,8 +37,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--evict -1", "--evict must be at least 0, got -1"),
         ("--layout gqa --head-dim 0", "--head-dim 0: the kernels take 1 to 512 dimensions"),
         ("--layout gqa --head-dim 20 --routing-dtype int4", "20 key dimensions do not divide into groups"),
-        ("--budget 1600", "--budget 1600 samples 400 teams a head: the kernels sample at most 340"),
-        ("--pooled-budget 0", "--pooled-budget 0: must be at least 1"),
+        ("--budgets 1600", "--budgets 1600 samples 400 teams per head: the kernels sample at most 340"),
+        ("--pooled-budgets 0", "argument --pooled-budgets: '0': give values separated by commas, such as 128,256"),
+        ("--context 32K", "argument --context: '32K': give values separated by commas, such as 128,256"),
         ("--workload x.pt --goals", "give one of them"),
         ("--workload x.pt", "no workload file x.pt"),
     ],
@@ -66,6 +75,11 @@ def test_a_file_that_holds_no_workload_is_named(tmp_path: Path, content: bytes |
         ("--out {dir}", "is a directory: give a file to write"),
         ("--out {dir}/bytes/x.pt", "bytes: cannot be written to"),
         ("--layer -1", "--layer must be at least 0, got -1"),
+        ("--layer 6", "--layer 6: the model has layers 0 to 5"),
+        ("--length 10000000", "--length 10000000 and --steps 2: 10,000,002 positions are more than the 8,704 that"),
+        ("--length 100000", "100,002 positions are more than the 8,704 that builtin:tiny was made for; ask for less"),
+        ("--steps 100000", "--length 2048 and --steps 100000: 102,048 positions are more than the 8,704"),
+        ("--out ''", "argument --out: it is empty"),
     ],
 )
 def test_capture_refuses_before_a_model_is_loaded(
@@ -75,7 +89,7 @@ def test_capture_refuses_before_a_model_is_loaded(
 
     monkeypatch.setattr(models, "load", None)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    assert said in refused(capsys, "capture", *options.format(dir=tmp_path).split())
+    assert said in refused(capsys, "capture", *shlex.split(options.format(dir=tmp_path)))
 
 
 def test_capture_takes_the_middle_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,17 +105,77 @@ def test_capture_takes_the_middle_layer(tmp_path: Path, capsys: pytest.CaptureFi
         ("--device bogus", "--device bogus: supported are auto and cpu"),
         ("--device mps", "PyTorch sees no such device here"),
         ("--out {dir}/file", "file: cannot be written to"),
-        ("--device cpu --backend triton", "Triton's interpreter gets bfloat16 products wrong"),
+        ("--device cpu --shape small --backends triton", "Triton's interpreter gets bfloat16 products wrong"),
+        ("--context 32768 --steps 200000", "--context 32768 and --steps 200000: 232,770 positions are more than the"),
+        ("--device cpu --context 100,200000", "--context 200000 and --steps 20: 200,022 positions are more than the"),
+        (
+            "--device cpu --shape small --batch 1000000",
+            "--batch 1000000 and --context 32768: weights and cached rows take",
+        ),
     ],
 )
 def test_decode_refuses_before_a_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, said: str
 ) -> None:
-    from latent_santa.eval import decode_bench
+    from latent_santa.eval.bench import decode
     from latent_santa.kernels.support import interpreting
 
     if "triton" in options and not interpreting():
         pytest.skip("needs Triton's interpreter")
-    monkeypatch.setattr(decode_bench, "random_model", None)
+    original = decode.random_model
+
+    def sized(config: Any, dtype: torch.dtype, device: str) -> Any:
+        assert device == "meta", "weights were made before the refusal"
+        return original(config, dtype, device)
+
+    monkeypatch.setattr(decode, "random_model", sized)
     (tmp_path / "file").touch()
     assert said in refused(capsys, "decode", *options.format(dir=tmp_path).split())
+
+
+def test_the_memory_of_weights_and_cache_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-V2-Lite has 15.7 billion weights; a row of its cache has 576 numbers in each of 27 layers."""
+    from latent_santa.eval.run import sizes
+
+    cache = 8 * (32768 + 22) * 576 * 27 * 2
+    for free in (31.4e9 + cache - 2e8, 1e9):
+        monkeypatch.setattr(sizes, "free_bytes", lambda device, free=free: int(free))
+        said = refused(capsys, "decode", "--device", "cpu")
+        assert f"and cpu has {free / 2**30:,.1f} GiB free; ask for less" in said
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: 1_000_000)
+    assert "--length 2048 and --steps 2: a cache of 2,050 rows takes" in refused(capsys, "capture", "--device", "cpu")
+
+
+def test_the_memory_of_synthetic_rows_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from latent_santa.eval.commands.bench_operator import _check_memory
+    from latent_santa.eval.run import sizes
+
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: 1 << 30)
+    small, large = Size("mla", 16, 1, 32768, 1), Size("gqa", 28, 4, 131072, 8)
+    assert large.bytes() == 131072 * 8 * 4 * 2 * 128 * 2
+    _check_memory([small, None], 256, "cuda")
+    with pytest.raises(EvalError, match="--context 131072 and --batch 8, twice, and --evict 256 take 4.2 GiB and cuda"):
+        _check_memory([small, large], 256, "cuda")
+    with pytest.raises(EvalError, match="^--evict 2000 take 2.0 GiB and cuda has 1.0 GiB free"):
+        _check_memory([None], 2000, "cuda")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_said() -> None:
+    workload = synthetic(Size("gqa", 2, 1, 32, 1, 16), device="cpu")
+    with pytest.raises(EvalError, match="--out /dev/full: cannot be written .*give another --out"):
+        save(workload, Path("/dev/full"))
+
+
+@pytest.mark.parametrize("kind", ["", "decode", "operator", "capture"])
+def test_help_imports_no_torch(kind: str) -> None:
+    code = (
+        "import sys; from latent_santa.eval.cli import main\n"
+        "try: main(['bench', *sys.argv[1:], '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted(sys.modules.keys() & {'torch', 'transformers', 'numpy', 'triton'}), file=sys.stderr)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code, *kind.split()], capture_output=True, text=True, timeout=60)
+    assert shown.stderr.strip() == "[]" and f"usage: latent-santa bench {kind}".strip() in shown.stdout

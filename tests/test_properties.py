@@ -14,11 +14,10 @@ from latent_santa.estimator import dense_attention, sampled_attention, santa_att
 from latent_santa.noise import noise_keys
 from latent_santa.parents import form_parents
 from latent_santa.rows import Rows
-from latent_santa.sampling import select
 from latent_santa.step import DecodeStep, Draw, Sampling, Suffix
 from latent_santa.teams import Teams, build_centroids, join_teams
 
-from .cases import check_records, frozen_teams, team_lists
+from .cases import check_records, frozen_teams, own_teams, pick, team_lists
 
 quick = settings(max_examples=120, derandomize=True, deadline=None)
 
@@ -120,13 +119,13 @@ def test_selections_are_consistent(seed, heads, teams, k, estimator, shared):
     phi = torch.randn(3, 2, heads, teams, generator=generator) * 5
     phi.masked_fill_((torch.arange(teams) >= count[..., None])[:, :, None], -torch.inf)
     noise = -torch.rand(3, 2, 1 if shared else heads, teams, generator=generator).log().neg().log().expand_as(phi)
-    picked = select(phi, noise, k, estimator, shared)
+    picked, own = pick(phi, noise, k, estimator, shared), own_teams(phi, noise, k)
     real = phi > -torch.inf
-    assert picked.selected.sum(-1).equal(count.clamp_max(k)[..., None].expand(-1, -1, heads))
-    assert not bool((picked.selected & ~real).any())
-    assert picked.union.equal(picked.selected.any(2))
+    assert own.sum(-1).equal(count.clamp_max(k)[..., None].expand(-1, -1, heads))
+    assert not bool((own & ~real).any())
+    assert picked.union.equal(own.any(2))
     used = picked.log_correction < torch.inf
-    assert used.equal(picked.selected if estimator == "per_head" else picked.union[:, :, None])
+    assert used.expand_as(own).equal(own if estimator == "per_head" else picked.union[:, :, None].expand_as(own))
     assert bool((picked.log_correction[used] <= 0).all()) and bool(picked.log_correction[used].isfinite().all())
     whole = (count <= k)[..., None, None]
     assert bool((picked.log_correction[whole & used] == 0).all())

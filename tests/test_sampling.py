@@ -14,7 +14,7 @@ from latent_santa import naive as ref
 from latent_santa.sampling import log_inclusion, routing_scores, select
 from latent_santa.teams import Teams
 
-from .cases import make_case
+from .cases import make_case, own_teams, pick
 
 ESTIMATORS = ["per_head", "pooled"]
 
@@ -97,9 +97,9 @@ def test_selection_equals_the_reference(k, shared, estimator):
     counts = ((11, 11), (11, 6), (2, 1))
     for seed in range(4):
         phi, noise, count = random_scores(seed, counts, shared=shared)
-        picked = select(phi, noise, k, estimator, shared)
+        picked, own = pick(phi, noise, k, estimator, shared), own_teams(phi, noise, k)
         heads = phi.shape[2]
-        assert picked.log_correction.shape == (3, 2, heads if estimator == "per_head" else 1, 11)
+        assert picked.log_correction.shape == (3, 2, heads if estimator == "per_head" and k < 11 else 1, 11)
         assert picked.routing.tolist() == [[n if n > k else 0 for n in row] for row in counts]
         log_c = picked.log_correction.expand(-1, -1, heads, -1)
         for b, g in itertools.product(range(3), range(2)):
@@ -108,7 +108,7 @@ def test_selection_equals_the_reference(k, shared, estimator):
             union = set().union(*chosen)
             assert set(picked.union[b, g].nonzero()[:, 0].tolist()) == union
             for h in range(heads):
-                assert set(picked.selected[b, g, h].nonzero()[:, 0].tolist()) == chosen[h]
+                assert set(own[b, g, h].nonzero()[:, 0].tolist()) == chosen[h]
                 assert len(chosen[h]) == min(k, n)
                 expected = [corrections[h].get(t, math.inf) for t in range(11)]
                 found = log_c[b, g, h].double().numpy()
@@ -122,9 +122,9 @@ def test_selection_equals_the_reference(k, shared, estimator):
 @pytest.mark.parametrize("k", [11, 12, 1000])
 def test_everything_is_exact_when_k_reaches_m(k, shared, estimator):
     phi, noise, count = random_scores(0, shared=shared, spread=1000.0)
-    picked = select(phi, noise, k, estimator, shared)
+    picked = pick(phi, noise, k, estimator, shared)
     real = phi > -math.inf
-    assert picked.selected.equal(real) and picked.union.equal(real[:, :, 0])
+    assert picked.union.equal(real[:, :, 0])
     log_c = picked.log_correction.expand_as(phi)
     assert bool((log_c[real] == 0).all()) and bool((log_c[~real] == math.inf).all())
     assert picked.routing.tolist() == [[0, 0], [0, 0]]
@@ -136,7 +136,7 @@ def test_tiny_corrections(estimator):
     phi = torch.tensor([[[[0.0, -300.0, 1.0, 0.5]]]])
     noise = torch.tensor([[[[0.2, 400.0, 0.1, 0.3]]]])
     picked = select(phi, noise, 2, estimator, False)
-    assert picked.selected.tolist() == [[[[False, True, True, False]]]]
+    assert own_teams(phi, noise, 2).tolist() == [[[[False, True, True, False]]]]
     assert float(picked.log_correction[0, 0, 0, 1]) == pytest.approx(-300.8, rel=1e-6)
 
 
@@ -163,15 +163,15 @@ def test_pooled_is_per_head_when_one_head_reads(shared):
 def test_pooled_inclusion_is_never_below_a_heads_own():
     for seed, shared in itertools.product(range(20), (False, True)):
         phi, noise, _ = random_scores(seed, shared=shared)
-        own = select(phi, noise, 3, "per_head", shared)
+        own = select(phi, noise, 3, "per_head", shared).log_correction
         pooled = select(phi, noise, 3, "pooled", shared).log_correction.expand_as(phi)
-        assert bool((pooled[own.selected] >= own.log_correction[own.selected] - 1e-5).all())
+        assert bool((pooled >= own - 1e-5)[own < math.inf].all())
 
 
 def test_budgets_share_their_draws():
     """Common random numbers: a larger K selects a superset."""
     phi, noise, _ = random_scores(5)
-    picks = [select(phi, noise, k, "per_head", False).selected for k in (1, 3, 6, 10, 11)]
+    picks = [own_teams(phi, noise, k) for k in (1, 3, 6, 10, 11)]
     for smaller, larger in itertools.pairwise(picks):
         assert bool((larger | ~smaller).all()) and int(larger.sum()) > int(smaller.sum())
 

@@ -19,7 +19,7 @@ from latent_santa.rows import Rows
 from latent_santa.sampling import log_inclusion
 from latent_santa.step import Draw, Suffix
 
-from .cases import frozen_teams, make_case
+from .cases import frozen_teams, make_case, own_teams
 
 DRAWS = 12000
 K = 4
@@ -89,13 +89,13 @@ def uncorrected(phi, noise, picked, k, shared):
 
 def kth_for_tau(phi, noise, picked, k, shared):
     threshold = (phi + noise).topk(k + 1).values[..., k - 1 : k]
-    return log_inclusion(phi - threshold).masked_fill(~picked.selected, torch.inf)
+    return log_inclusion(phi - threshold).masked_fill(~own_teams(phi, noise, k), torch.inf)
 
 
 def score_for_log_score(phi, noise, picked, k, shared):
     """Equation 7 with the perturbed score in place of the log weight."""
     tau = (phi + noise).topk(k + 1).values[..., k:]
-    return log_inclusion(phi + noise - tau).masked_fill(~picked.selected, torch.inf)
+    return log_inclusion(phi + noise - tau).masked_fill(~own_teams(phi, noise, k), torch.inf)
 
 
 def own_tau_for_all(phi, noise, picked, k, shared):
@@ -106,7 +106,7 @@ def own_tau_for_all(phi, noise, picked, k, shared):
 
 def selecting_heads_only(phi, noise, picked, k, shared):
     tau = (phi + noise).topk(k + 1).values[..., k:]
-    joint = (phi - tau).masked_fill(~picked.selected, -torch.inf).logsumexp(2, keepdim=True)
+    joint = (phi - tau).masked_fill(~own_teams(phi, noise, k), -torch.inf).logsumexp(2, keepdim=True)
     return log_inclusion(joint).masked_fill(~picked.union[:, :, None], torch.inf)
 
 

@@ -1,4 +1,4 @@
-"""A real workload for the operator benchmark: one layer's arguments in a decoding step of a patched model."""
+"""A real workload for the operator benchmark: one layer's decoding step in a patched model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from latent_santa.step import DecodeStep, Output, Sampling
 
 
 @contextmanager
-def recording(layer: int, found: list[Workload], source: str) -> Iterator[None]:
-    """While active, sparse calls run in PyTorch, and those of ``layer`` leave their arguments in ``found``."""
+def recording(layer: int, found: list[DecodeStep]) -> Iterator[None]:
+    """While active, the PyTorch backend leaves the last sampled step of ``layer`` in ``found``."""
 
     class Recording(TorchBackend):
         def sampled_attention(self, step: DecodeStep, sampling: Sampling) -> Output:
-            if step.draw.layer == layer and step.teams is not None:
-                layout = "mla" if len(step.rows.keys) == 2 else "gqa"
-                parts = (step.query, step.rows, step.teams, step.suffix, step.draw, step.scale)
-                found[:] = [Workload(layout, *parts, source)]
+            if step.draw.layer == layer:
+                found[:] = [step]
             return super().sampled_attention(step, sampling)
 
     original = BACKENDS["torch"]
@@ -36,7 +34,7 @@ def recording(layer: int, found: list[Workload], source: str) -> Iterator[None]:
 
 
 def capture(model: Any, ids: list[int], layer: int | None, steps: int, source: str, **settings: Any) -> Workload:
-    """Prefill ``ids``, decode ``steps`` tokens and keep the last step's arguments of one layer.
+    """Prefill ``ids``, decode ``steps`` tokens and keep one layer's last step.
 
     Args:
         layer: None for the middle one.
@@ -46,14 +44,14 @@ def capture(model: Any, ids: list[int], layer: int | None, steps: int, source: s
     Raises:
         EvalError: the layer does not exist, or its attention never was sparse.
     """
-    found: list[Workload] = []
+    found: list[DecodeStep] = []
     with latent_santa.patch(model, **{**settings, "backend": "torch"}) as santa:
         layer = santa.layers // 2 if layer is None else layer
         if not 0 <= layer < santa.layers:
             raise EvalError(f"--layer {layer}: the model has layers 0 to {santa.layers - 1}")
         prompt = torch.tensor([ids], device=model.device)
-        with recording(layer, found, f"{source} layer {layer}"), torch.inference_mode():
+        with recording(layer, found), torch.inference_mode():
             model.generate(prompt, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
     if not found:
         raise EvalError(f"layer {layer} decoded densely: the prompt of {len(ids)} tokens was too short for sampling")
-    return found[0]
+    return Workload(found[0], f"{source} layer {layer}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from latent_santa.estimator import sampled_attention
@@ -22,10 +22,10 @@ MOST_CHECKED = 1 << 27
 
 
 class Clock(Protocol):
-    """What measures: :class:`latent_santa.eval.bench.clock.DeviceClock`, or a stand-in in tests."""
+    """What measures: :class:`latent_santa.eval.bench.timing.DeviceClock`, or a stand-in in tests."""
 
     def captured(self, launch: Launch) -> Launch:
-        """A replayable form of a call."""
+        """The call as a CUDA graph."""
 
     def paired(self, methods: dict[str, Launch]) -> dict[str, list[float]]:
         """Each method's round medians, microseconds."""
@@ -33,21 +33,16 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the sampled operator: K teams a head."""
+    """One way to run the sampled operator."""
 
-    k: int
-    estimator: str = "per_head"
-    noise: str = "independent"
+    sampling: Sampling
     routing_dtype: str = "model"
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.k, self.estimator, self.noise)
-
-    @property
     def name(self) -> str:
-        parts = [self.estimator.replace("_", " "), f"K={self.k}"]
-        parts += [self.noise] if self.noise != "independent" else []
+        """As the tables say it."""
+        parts = [self.sampling.estimator.replace("_", " "), f"K={self.sampling.k}"]
+        parts += [self.sampling.noise] if self.sampling.shared else []
         parts += [f"routing {self.routing_dtype}"] if self.routing_dtype != "model" else []
         return " ".join(parts)
 
@@ -55,7 +50,7 @@ class Setting:
 def quantised(w: Workload, routing_dtype: str) -> Workload:
     """The workload with its routing keys in another representation."""
     parts = quantise_parts(w.teams.routing_keys, routing_dtype, w.teams.sizes > 0)
-    return replace(w, teams=replace(w.teams, routing_keys=parts))
+    return replace(w, step=replace(w.step, teams=replace(w.teams, routing_keys=parts)))
 
 
 def operator(w: Workload, setting: Setting, workspace: Workspace) -> Callable[[], Output]:
@@ -86,7 +81,7 @@ def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]
     """Bytes that the method must read: routing keys with their team sizes, the union's rows and the suffix's."""
     keys = w.teams.routing_keys
     teams = int(w.teams.count.sum())
-    padded = w.batch * w.groups * w.teams.M
+    padded = w.step.batch * w.step.groups * w.teams.M
     held = sum(part.bytes() for part in keys)
     routing = held * teams // padded + 4 * teams
     return {"routing": routing, "union": union_rows * w.row_bytes, "suffix": suffix_rows * w.row_bytes}
@@ -95,9 +90,9 @@ def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]
 def checked(w: Workload, setting: Setting, launch: Callable[[], Output]) -> tuple[Output, float | None]:
     """The operator's output, and its largest relative error against the PyTorch twin where that fits in memory."""
     got = launch()
-    if w.batch * w.groups * w.heads * w.teams.M > MOST_CHECKED:
+    if w.step.batch * w.step.groups * w.step.heads * w.teams.M > MOST_CHECKED:
         return got, None
-    want = sampled_attention(replace(w.step, query=tuple(part.float() for part in w.query)), setting.sampling)
+    want = sampled_attention(replace(w.step, query=tuple(part.float() for part in w.step.query)), setting.sampling)
     error = (got.out - want.out).norm(dim=-1) / want.out.norm(dim=-1)
     return got, float(error.max())
 
@@ -108,8 +103,8 @@ def measure(
     """Time dense methods and every setting on one workload.
 
     Args:
-        modes: of ``"graph"`` (CUDA-graph replays) and ``"stream"``.
-        bandwidth: bytes a second of a device copy.
+        modes: of ``"graph"`` (CUDA graphs) and ``"stream"``.
+        bandwidth: bytes per second of a device copy.
 
     Returns:
         A record ready for JSON. Times are microseconds, medians of round medians.
@@ -126,12 +121,11 @@ def measure(
         calls[setting.name] = launch
         union, suffix = int(output.union.sum()), int(output.suffix.sum())
         read = bytes_read(loads[setting], union, suffix)
-        sizes = {"k": setting.k, "estimator": setting.estimator, "noise": setting.noise}
         record["sampled"].append(
-            {"name": setting.name, **sizes, "routing_dtype": setting.routing_dtype, "error": error,
+            {"name": setting.name, **asdict(setting.sampling), "routing_dtype": setting.routing_dtype, "error": error,
              "union_rows": union, "bytes": read, "workspace_bytes": spaces[setting].bytes()}
         )  # fmt: skip
-    rows_bytes = w.batch * w.groups * w.context * w.row_bytes
+    rows_bytes = w.step.batch * w.step.groups * w.context * w.row_bytes
     for mode in modes:
         methods = {name: clock.captured(call) if mode == "graph" else call for name, call in calls.items()}
         rounds = clock.paired(methods)

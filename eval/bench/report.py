@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from latent_santa.eval.report.tables import markdown_table
+
 HEADER = ("workload", "method", "time", "of copy bandwidth", "against", "ratio [95 %]", "goal", "stages", "union rows")
-MODES = {"graph": "CUDA-graph replay", "stream": "launched from a stream"}
+MODES = {"graph": "inside CUDA graphs", "stream": "launched from a stream"}
 
 
 def workload_name(w: dict[str, Any]) -> str:
@@ -29,15 +31,15 @@ def markdown(facts: dict[str, Any], records: list[dict[str, Any]]) -> str:
         f"`{facts['command']}`. Copy bandwidth {facts['copy_bandwidth'] / 1e12:.2f} TB/s (read plus written).",
         "",
         f"Times are microseconds, medians of round medians ({protocol}; evict in MiB, before every timed call). A "
-        "ratio is dense time over sampled time, against the fastest dense method of the same run, with its bootstrap "
-        "interval over paired rounds. Bandwidth counts the bytes each method must read. Stages are timed alone, each "
-        "after an eviction: they do not add up. Synthetic rows are random, so heads agree on few teams and unions are "
-        "large.",
+        "ratio is dense time over sampled time, against the fastest dense method of the same run and mode, with its "
+        "bootstrap interval over paired rounds; ratios under CUDA graphs hold in CUDA graphs only. Bandwidth counts "
+        "the bytes that each method must read. Stages are timed alone, each after an eviction: they do not add up. "
+        "Synthetic rows are random, so heads agree on few teams and unions are large.",
     ]
     for mode, title in MODES.items():
         rows = [row for record in records for row in _rows(record, mode)]
         if rows:
-            lines += ["", f"## {title}", "", _line(HEADER), _line(["---"] * len(HEADER)), *map(_line, rows)]
+            lines += ["", f"## {title}", "", markdown_table(HEADER, rows).rstrip("\n")]
     lines += ["", *_agreement(records)]
     missing = {f"- {name}: {why}" for record in records for name, why in record["missing"].items()}
     if missing:
@@ -70,10 +72,6 @@ def _agreement(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _line(texts: Any) -> str:
-    return "| " + " | ".join(texts) + " |"
-
-
 def _rows(record: dict[str, Any], mode: str) -> list[list[str]]:
     name, rows = workload_name(record["workload"]), []
     for method, timed in record["dense"].items():
@@ -104,7 +102,7 @@ def _percent(fraction: float) -> str:
 
 
 def plot(records: list[dict[str, Any]], mode: str = "graph") -> bytes | None:
-    """PNG: time against context, one panel a layout, head count and batch size, dense and sampled; None without
+    """PNG: time against context, one panel per layout, head count and batch size, dense and sampled; None without
     two contexts of one kind."""
     panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:

@@ -1,8 +1,8 @@
-"""What the operator benchmark times: queries, a cache and its teams, made up or captured from a real model."""
+"""What the operator benchmark times: one decoding step of one layer, made up or captured from a real model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from latent_santa.eval.errors import EvalError
+from latent_santa.integers import ceil_div
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.routing_keys import PlainKeys
@@ -22,71 +23,74 @@ MLA_DIMS = (512, 64)
 FORMAT = 2
 
 
-@dataclass
+@dataclass(frozen=True)
 class Workload:
-    """One decoding call of one layer. ``source`` says where the numbers come from."""
+    """One decoding step of one layer, which has teams. ``source`` says where the numbers come from."""
 
-    layout: str
-    query: tuple[Tensor, ...]
-    rows: Rows
-    teams: Teams
-    suffix: Suffix
-    draw: Draw
-    scale: float
+    step: DecodeStep
     source: str
 
     @property
-    def step(self) -> DecodeStep:
-        """The workload as the operators' argument."""
-        return DecodeStep(self.query, self.rows, self.teams, self.suffix, self.draw, self.scale)
+    def layout(self) -> str:
+        """``"mla"``: two key parts, of which the first is the value too; or ``"gqa"``."""
+        return "mla" if len(self.step.rows.keys) == 2 else "gqa"
 
     @property
-    def batch(self) -> int:
-        return self.query[0].shape[0]
-
-    @property
-    def groups(self) -> int:
-        return self.query[0].shape[1]
-
-    @property
-    def heads(self) -> int:
-        """Query heads a sharing group."""
-        return self.query[0].shape[2]
+    def teams(self) -> Teams:
+        """The step's teams."""
+        assert self.step.teams is not None
+        return self.step.teams
 
     @property
     def context(self) -> int:
-        return self.rows.length
+        """Cached rows of one sequence."""
+        return self.step.rows.length
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row: a latent with its rotary key, or a key and its value."""
-        parts = [*self.rows.keys] + ([] if self.layout == "mla" else [self.rows.values])
+        rows = self.step.rows
+        parts = rows.keys if self.layout == "mla" else (*rows.keys, rows.values)
         return sum(part.shape[-1] * part.element_size() for part in parts)
 
     def describe(self) -> dict[str, Any]:
         """Sizes for a table and a file."""
+        step = self.step
         return {
             "layout": self.layout,
-            "batch": self.batch,
-            "groups": self.groups,
-            "heads": self.groups * self.heads,
+            "batch": step.batch,
+            "groups": step.groups,
+            "heads": step.groups * step.heads,
             "context": self.context,
-            "dims": [part.shape[-1] for part in self.query],
-            "dtype": str(self.rows.values.dtype).removeprefix("torch."),
-            "query_dtype": str(self.query[0].dtype).removeprefix("torch."),
+            "dims": [part.shape[-1] for part in step.query],
+            "dtype": str(step.rows.values.dtype).removeprefix("torch."),
+            "query_dtype": str(step.query[0].dtype).removeprefix("torch."),
             "teams": int(self.teams.count.sum()),
-            "suffix": self.suffix.index.numel(),
+            "suffix": step.suffix.index.numel(),
             "source": self.source,
         }
 
 
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a synthetic workload: ``heads`` query heads in all, which ``groups`` share (1 for MLA), ``context`` rows
+    of each of ``batch`` sequences, and GQA's head dimension; MLA has a latent of 512 and a rotary key of 64."""
+
+    layout: str
+    heads: int
+    groups: int
+    context: int
+    batch: int
+    dim: int = 128
+
+    def bytes(self, item: int = 2) -> int:
+        """Memory of the cached rows, ``item`` bytes per number."""
+        width = sum(MLA_DIMS) if self.layout == "mla" else 2 * self.dim
+        return self.batch * self.groups * self.context * width * item
+
+
 def synthetic(
-    layout: str,
-    heads: int,
-    groups: int,
-    context: int,
-    batch: int,
-    dim: int = 128,
+    size: Size,
     parent_size: int = 16,
     representatives: int = 4,
     dtype: torch.dtype = torch.bfloat16,
@@ -97,38 +101,35 @@ def synthetic(
     """Random rows around slowly moving centres, random queries whose scores have standard deviation ``spread``.
 
     Heads draw nearly disjoint teams of such rows, so the union is about as large as it can be: real heads agree more.
-
-    Args:
-        heads: query heads in all; ``groups`` share them (1 for MLA).
-        dim: head dimension (GQA); MLA has a latent of 512 and a rotary key of 64.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
+    batch, groups, context = size.batch, size.groups, size.context
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
     def part(width: int) -> Tensor:
-        centres = normal(batch, groups, -(-context // parent_size), width).to(dtype)
+        centres = normal(batch, groups, ceil_div(context, parent_size), width).to(dtype)
         noise = torch.empty(batch, groups, context, width, dtype=dtype, device=device)
         for b in range(batch):
             noise[b] = normal(groups, context, width).to(dtype)
         return noise.mul_(0.7).add_(centres.repeat_interleave(parent_size, 2)[:, :, :context], alpha=0.7)
 
-    dims = MLA_DIMS if layout == "mla" else (dim,)
+    dims = MLA_DIMS if size.layout == "mla" else (size.dim,)
     keys = tuple(part(width) for width in dims)
-    rows = Rows(keys, keys[0] if layout == "mla" else part(dim))
-    query = tuple(normal(batch, groups, heads // groups, width).to(dtype) for width in dims)
+    rows = Rows(keys, keys[0] if size.layout == "mla" else part(size.dim))
+    query = tuple(normal(batch, groups, size.heads // groups, width).to(dtype) for width in dims)
     real = torch.ones(1, context, dtype=torch.bool, device=device)
     parents = contiguous_parents(real, parent_size).expand(1, groups, -1)
     built = []
     for b in range(batch):  # one sequence at a time bounds the float32 copies
         one = Rows(tuple(k[b : b + 1] for k in keys), rows.values[b : b + 1])
         built.append(freeze_representatives(build_teams(one.keys[0], parents, representatives), one))
-    teams = stacked(built)
     suffix = Suffix(torch.empty(0, dtype=torch.int64, device=device))
-    step = torch.full((batch,), context, dtype=torch.int64, device=device)
-    draw = Draw(noise_keys(seed, list(range(batch)), device), step, 0)
-    return Workload(layout, query, rows, teams, suffix, draw, spread * sum(dims) ** -0.5, "synthetic")
+    now = torch.full((batch,), context, dtype=torch.int64, device=device)
+    draw = Draw(noise_keys(seed, list(range(batch)), device), now, 0)
+    scale = spread * sum(dims) ** -0.5
+    return Workload(DecodeStep(query, rows, stacked(built), suffix, draw, scale), "synthetic")
 
 
 def stacked(built: list[Teams]) -> Teams:
@@ -143,39 +144,49 @@ def stacked(built: list[Teams]) -> Teams:
     def keys_of(i: int) -> PlainKeys:
         return PlainKeys(torch.cat([pad(t.routing_keys[i].codes, (0, 0, 0, most - t.M)) for t in built]))
 
-    keys = tuple(keys_of(i) for i in range(len(built[0].routing_keys)))
-    bound = [max(t.most_rows(n + 1) for t in built) for n in range(most)]
     return Teams(
         sizes=join("sizes", 0),
         count=torch.cat([t.count for t in built]),
         team_of_row=join("team_of_row", -1),
         representative=join("representative", -1),
-        row_bound=bound,
-        routing_keys=keys,
+        row_bound=[max(t.most_rows(n + 1) for t in built) for n in range(most)],
+        routing_keys=tuple(keys_of(i) for i in range(len(built[0].routing_keys))),
     )
 
 
 def save(workload: Workload, path: Path) -> None:
-    """Write a workload for :func:`load`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": FORMAT, **_packed(workload)}, path)
+    """Write a workload for :func:`load`.
 
-
-def _packed(w: Workload) -> dict[str, Any]:
-    assert all(part.scales is None for part in w.teams.routing_keys), "a workload is saved with plain routing keys"
-    keys = tuple(part.codes for part in w.teams.routing_keys)
-    teams = {name: _cpu(value) for name, value in (vars(w.teams) | {"routing_keys": keys}).items()}
-    values = None if w.layout == "mla" else _cpu(w.rows.values)
-    return {
-        "layout": w.layout, "query": _cpu(w.query), "keys": _cpu(w.rows.keys), "values": values, "teams": teams,
-        "suffix": _cpu((w.suffix.index, w.suffix.visible)), "scale": w.scale, "source": w.source,
-        "draw": (_cpu(w.draw.key), _cpu(w.draw.step), w.draw.layer),
-    }  # fmt: skip
+    Raises:
+        EvalError: the file cannot be written.
+    """
+    step, teams = workload.step, workload.teams
+    assert all(part.scales is None for part in teams.routing_keys), "a workload is saved with plain routing keys"
+    keys = tuple(part.codes for part in teams.routing_keys)
+    content = {
+        "format": FORMAT,
+        "source": workload.source,
+        "query": step.query,
+        "keys": step.rows.keys,
+        "values": None if workload.layout == "mla" else step.rows.values,
+        "teams": vars(teams) | {"routing_keys": keys},
+        "suffix": (step.suffix.index, step.suffix.visible),
+        "draw": (step.draw.key, step.draw.step, step.draw.layer),
+        "scale": step.scale,
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(_cpu(content), path)
+    except (OSError, RuntimeError) as error:  # a disk that gets full is the second in torch.save
+        raise EvalError(f"--out {path}: cannot be written ({error}); give another --out") from error
 
 
 def _cpu(value: Any) -> Any:
+    """The value with every tensor copied to the CPU: a view would drag its whole buffer into the file."""
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {name: _cpu(item) for name, item in value.items()}
     return type(value)(_cpu(item) for item in value) if isinstance(value, tuple) else value
 
 
@@ -192,15 +203,23 @@ def load(path: Path, device: str) -> Workload:
         if held["format"] != FORMAT:
             raise ValueError(f"format {held['format']!r}")
         keys = tuple(held["keys"])
-        rows = Rows(keys, keys[0] if held["values"] is None else held["values"])
-        key, step, layer = held["draw"]
-        records = held["teams"] | {"routing_keys": tuple(map(PlainKeys, held["teams"]["routing_keys"]))}
-        return Workload(
-            held["layout"], tuple(held["query"]), rows, Teams(**records), Suffix(*held["suffix"]),
-            Draw(key, step, layer), held["scale"], held["source"],
-        )  # fmt: skip
+        step = DecodeStep(
+            query=tuple(held["query"]),
+            rows=Rows(keys, keys[0] if held["values"] is None else held["values"]),
+            teams=Teams(**(held["teams"] | {"routing_keys": tuple(map(PlainKeys, held["teams"]["routing_keys"]))})),
+            suffix=Suffix(*held["suffix"]),
+            draw=Draw(*held["draw"]),
+            scale=held["scale"],
+        )
+        return Workload(step, held["source"])
     except Exception as error:  # unpickling has no common base for what is wrong with a file
         raise EvalError(
             f"{path} is no workload of format {FORMAT} ({type(error).__name__}): write it again with `latent-santa "
             "bench capture`"
         ) from error
+
+
+def with_query(workload: Workload, dtype: torch.dtype) -> Workload:
+    """The workload with its query in another dtype."""
+    query = tuple(part.to(dtype) for part in workload.step.query)
+    return replace(workload, step=replace(workload.step, query=query))

@@ -1,14 +1,14 @@
-"""``latent-santa bench``: time and memory. One subcommand a kind of measurement."""
+"""``latent-santa bench``: time and memory. One subcommand per kind of measurement."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from latent_santa.eval.commands import bench_capture, bench_decode, bench_operator
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the command and its subcommands."""
-    from latent_santa.eval.commands import bench_capture, bench_decode, bench_operator
-
     parser = subparsers.add_parser(
         "bench", help="time and memory: decode (whole model), operator (one layer), capture (a real workload)"
     )

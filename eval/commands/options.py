@@ -43,6 +43,14 @@ def values(kind: Callable[[str], Any], example: str) -> Callable[[str], list[Any
     return parse
 
 
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
 def word(text: str) -> str:
     """A text that is not empty."""
     if not text.strip():
@@ -226,18 +234,3 @@ def prompt_text(path: Path) -> str:
         raise EvalError(f"--prompt-file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise EvalError(f"--prompt-file {path} is not UTF-8 text: {error}") from error
-
-
-def integers(option: str, text: str) -> list[int]:
-    """The positive integers of a list separated by commas.
-
-    Raises:
-        EvalError: something else; the message names the option.
-    """
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise EvalError(f"{option} {text}: give integers separated by commas") from error
-    if min(numbers) < 1:
-        raise EvalError(f"{option} {text}: must be at least 1")
-    return numbers

@@ -69,7 +69,8 @@ def columns_of(summary: dict[str, Any]) -> list[str]:
     return [MEAN, *tasks] if len(tasks) > 1 else tasks
 
 
-def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with its first column on the left and the others on the right."""
     rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
@@ -118,7 +119,7 @@ def _needed(summary: dict[str, Any]) -> str:
     header = ["KV (%) needed to retain", *(f"{wanted:.0f} %" for wanted in RETAINED)]
     return (
         "\n## Rows needed\n\n"
-        + _markdown_table(header, lines)
+        + markdown_table(header, lines)
         + "\nBetween measured budgets by straight lines; `≤`: the "
         "smallest budget retains that much already; `-`: no budget does. These have no interval.\n"
     )
@@ -143,7 +144,7 @@ def _estimators(summary: dict[str, Any]) -> str:
     header = ["Setting", "S", "KV per head (%)", "KV pooled (%)", "pooled minus per head"]
     return (
         f"\n## Pooled minus per head, {summary['mean']}\n\n"
-        + _markdown_table(header, lines)
+        + markdown_table(header, lines)
         + "\nPaired on the same prompts. Together: a prompt's differences are averaged over the settings first.\n"
     )
 
@@ -155,7 +156,7 @@ def markdown(summary: dict[str, Any]) -> str:
     parts = [f"# {summary['model']} at {summary['length']} tokens\n\nPrompts: {summary['data']}.\n"]
     for column in columns_of(summary):
         body = [cells(row, column, paper, summary["n"] == 1) for row in summary["conditions"]]
-        parts.append(f"\n## {title(summary, column)}\n\n{_markdown_table(header, body)}")
+        parts.append(f"\n## {title(summary, column)}\n\n{markdown_table(header, body)}")
     parts.append(_estimators(summary))
     parts.append(_needed(summary))
     parts.append("\n## Notes\n\n" + "".join(f"- {note}\n" for note in notes(summary)))

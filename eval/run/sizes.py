@@ -50,11 +50,14 @@ def check_cache(config: Any, rows: int, spec: ModelSpec, options: str) -> None:
     if spec.device_map:
         return
     device = spec.resolved_device()
-    needed, free = cache_bytes(config, rows, spec.resolved_dtype()), free_bytes(device)
+    check_memory(cache_bytes(config, rows, spec.resolved_dtype()), device, f"{options}: a cache of {rows:,} rows takes")
+
+
+def check_memory(needed: int | None, device: str, taker: str) -> None:
+    """Raises EvalError if a device has fewer than the `needed` bytes free; the message begins with the `taker`."""
+    free = free_bytes(device)
     if needed is not None and free is not None and needed > free:
-        raise EvalError(
-            f"{options}: a cache of {rows:,} rows takes {_gib(needed)} and {device} has {_gib(free)} free; ask for less"
-        )
+        raise EvalError(f"{taker} {_gib(needed)} and {device} has {_gib(free)} free; ask for less")
 
 
 def check_positions(limit: int | None, rows: int, options: str, name: str) -> None:

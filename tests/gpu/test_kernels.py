@@ -146,7 +146,7 @@ def test_rows_beyond_two_to_the_31st_element() -> None:
     ],
     ids=["mla", "mla-pooled-int4", "gqa-int8", "gqa-pooled"],
 )
-def test_graph_replays_draw_fresh_noise(layout: dict[str, Any], heads: int, estimator: str, routing_dtype: str) -> None:
+def test_a_graph_draws_fresh_noise(layout: dict[str, Any], heads: int, estimator: str, routing_dtype: str) -> None:
     step = make_step(
         heads=heads, lengths=(3000,), dtype=torch.bfloat16, device="cuda", routing_dtype=routing_dtype, **layout
     )
@@ -158,15 +158,15 @@ def test_graph_replays_draw_fresh_noise(layout: dict[str, Any], heads: int, esti
         graph.replay()
         compare(held, twin(step, 8, estimator), EXACT)
         seen.append(held.out.clone())
-        step.draw.step += 1
+        step.draw.step.add_(1)
     assert not torch.allclose(seen[0], seen[1]) and not torch.allclose(seen[1], seen[2])
-    step.draw.key += 1
+    step.draw.key.add_(1)
     graph.replay()
     compare(held, twin(step, 8, estimator), EXACT)
 
 
 def captured(step: DecodeStep, k: int, workspace: Workspace, estimator: str) -> tuple[torch.cuda.CUDAGraph, Output]:
-    """A graph of one step, and the outputs that its replays fill."""
+    """A graph of one step, and the outputs that it fills."""
     with torch.cuda.stream(torch.cuda.Stream()):
         kernels(step, k, workspace, estimator)
     torch.cuda.synchronize()

@@ -31,19 +31,31 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_model(shape: str, dtype: torch.dtype, device: str) -> Any:
-    """A DeepseekV2ForCausalLM of a known shape with random weights, made on its device."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+def shape_config(shape: str, layers: int | None, dtype: torch.dtype) -> Any:
+    """The DeepseekV2Config of a known shape; ``layers`` replaces its number of layers."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(**{**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}, dtype=dtype)
+
+
+def weight_bytes(config: Any) -> int:
+    """Memory of the model's weights; nothing is allocated."""
+    model = random_model(config, config.dtype, "meta")
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+
+
+def random_model(config: Any, dtype: torch.dtype, device: str) -> Any:
+    """A DeepseekV2ForCausalLM with random weights, made on its device."""
+    from transformers import DeepseekV2ForCausalLM
 
     torch.manual_seed(0)
-    config = DeepseekV2Config(**SHAPES[shape], dtype=dtype)
     with torch.device(device):
         model = DeepseekV2ForCausalLM._from_config(config, dtype=dtype)
     return model.eval()
 
 
-# tokens of the prefill whose rows stand in for those of a long one
-SHORT = 2048
+SHORT = 2048  # tokens of the prefill whose rows stand in for those of a long one
+UNTIMED = 2  # decoding steps before the timed ones
 
 
 @dataclass
@@ -84,8 +96,8 @@ def measure(
 
     Args:
         batch: sequences.
-        context: cached tokens a sequence before the first timed step.
-        steps: timed decoding steps, after two untimed ones.
+        context: cached tokens per sequence before the first timed step.
+        steps: timed decoding steps, after ``UNTIMED`` untimed ones.
         repeats: prefills, of which the median is taken; one more comes first, untimed.
         fill: where the cached rows come from. ``"prefill"`` of all tokens; or ``"rows"``, for contexts whose prefill
             would take minutes: rows drawn from those of a short prefill, with noise of a tenth of their spread.
@@ -176,13 +188,13 @@ def _steps(model: Any, ids: torch.Tensor, cache: Any, steps: int) -> tuple[float
     _collect(ids.device)
     name = next(n for n in CACHE_NAMES if _accepts(model, n))
     times = []
-    for number in range(steps + 2):
-        if number == 2 and ids.device.type == "cuda":
+    for number in range(steps + UNTIMED):
+        if number == UNTIMED and ids.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(ids.device)
         inputs = {"input_ids": ids[:, number % ids.shape[1]][:, None], name: cache}
         times.append(_timed(partial(model, **inputs, use_cache=True), ids.device)[1])
     peak = torch.cuda.max_memory_allocated(ids.device) if ids.device.type == "cuda" else None
-    return statistics.median(times[2:]), peak
+    return statistics.median(times[UNTIMED:]), peak
 
 
 def _accepts(model: Any, name: str) -> bool:

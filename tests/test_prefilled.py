@@ -1,0 +1,118 @@
+"""One dense prefill, used many times: under other settings, for further questions, and to score continuations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import latent_santa
+
+from .tiny_models import cache_name, cache_of, filled_cache, generate, padded, prompt, tiny_model
+
+SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
+SETTINGS = [
+    {"estimator": "pooled"},
+    {"budget": 32},
+    {"parents": "kmeans", "noise": "shared"},
+    {"method": "centroid", "parent_size": 4},
+    {"method": "gumbel_rows", "budget": 6},
+    {"method": "santa", "budget": 6},
+    {"routing_dtype": "int8"},
+    {"budget": 4096},
+]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2-yarn", "qwen2"])
+def model(request):
+    return tiny_model(request.param)
+
+
+def test_every_setting_as_from_its_own_prefill(model):
+    ids, mask = padded([19, 40])
+    options = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
+    with latent_santa.patch(model, **SMALL) as santa:
+        prefilled = santa.prefill(ids, mask)
+        assert (santa.prefill_calls, santa.sparse_calls, santa.dense_calls) == (1, 0, 0)
+        for settings in [*SETTINGS, *SETTINGS[::-1]]:
+            santa.configure(latent_santa.SantaConfig(**{**SMALL, **settings}))
+            santa.sequence_keys = [7, 9]
+            santa.reset()
+            wanted = generate(model, ids, 6, attention_mask=mask)
+            rows = santa.access.as_dict()
+            santa.reset()
+            found = prefilled.generate(**options)
+            assert found.sequences.equal(wanted.sequences) and santa.access.as_dict() == rows
+            assert all(a.equal(b) for a, b in zip(found.scores, wanted.scores, strict=True))
+            assert santa.prefill_calls == 0
+        santa.configure(method="dense")
+        assert prefilled.generate(**options).sequences.equal(generate(model, ids, 6, attention_mask=mask).sequences)
+
+
+def test_a_long_generation_and_beams_leave_the_prompt_alone(model):
+    ids = prompt(40)
+    with latent_santa.patch(model, **SMALL) as santa:
+        prefilled = santa.prefill(ids)
+        held = prefilled.bytes
+        wanted = generate(model, ids, 4).sequences
+        prefilled.generate(max_new_tokens=200, do_sample=False)  # more than the buffer's spare rows
+        beams = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3}
+        assert prefilled.generate(**beams).shape == model.generate(ids, **beams).shape == (1, 45)
+        several = prefilled.generate(max_new_tokens=5, do_sample=True, num_return_sequences=2)
+        assert several.shape == (2, 45)
+        assert prefilled.generate(max_new_tokens=4, do_sample=False).equal(wanted)
+        assert prefilled.bytes == held > 0
+
+
+def test_answers_are_those_of_further_turns(model):
+    context, questions = prompt(40), [prompt(20, seed=2), prompt(5, seed=3), prompt(12, seed=4)]
+    with latent_santa.patch(model, **SMALL) as santa:
+        found = santa.answer(context, questions, max_new_tokens=4, do_sample=False)
+        assert santa.prefill_calls == 1 + 2  # the short question joins the suffix
+    for ids, answer in zip(questions, found, strict=True):
+        with latent_santa.patch(model, **SMALL) as santa:
+            cache = filled_cache(model, context)
+            santa.prepare(cache)
+            output = generate(model, torch.cat((context, ids), 1), 4, cache=cache)
+        assert output.sequences[:, 40 + ids.shape[1] :].equal(answer)
+
+
+def by_hand(model, ids, continuation):
+    """Log-probabilities of one continuation by feeding it to a patched model."""
+    logs, fed, cache = [], ids, None
+    for token in continuation:
+        with torch.no_grad():
+            given = {cache_name(model): cache} if cache is not None else {}
+            output = model(fed, use_cache=True, logits_to_keep=1, **given)
+        logs.append(output.logits[0, -1].log_softmax(-1)[token].item())
+        fed, cache = torch.tensor([[token]]), cache_of(output)
+    return logs
+
+
+def test_scores_are_those_of_decoding_step_by_step(model):
+    ids, mask = padded([19, 40])
+    continuations = [[5, 9, 3, 7], [11, 2]]
+    batch = torch.tensor([[5, 9, 3, 7], [11, 2, -100, -100]])
+    with latent_santa.patch(model, **SMALL) as santa:
+        santa.sequence_keys = [4, 8]
+        found = santa.score(ids, batch, mask)
+        assert found.shape == (2, 4) and found.dtype == torch.float32
+        assert found[1, 2:].tolist() == [0, 0]
+        assert santa.sparse_calls == 4
+        for b, length in enumerate((19, 40)):
+            santa.sequence_keys = [(4, 8)[b]]
+            wanted = by_hand(model, ids[b : b + 1, 40 - length :], continuations[b])
+            torch.testing.assert_close(found[b, : len(wanted)], torch.tensor(wanted), rtol=1e-4, atol=1e-4)
+            alone = santa.score(ids[b : b + 1, 40 - length :], torch.tensor([continuations[b]]))
+            torch.testing.assert_close(alone[0], torch.tensor(wanted), rtol=1e-4, atol=1e-4)
+        santa.sequence_keys = None
+        with pytest.raises(ValueError, match="continuation has shape .1, 2., but 2 prompts need"):
+            santa.score(ids, torch.tensor([[1, 2]]), mask)
+
+
+def test_scores_at_full_budget_are_those_of_one_dense_call(model):
+    ids, continuation = prompt(40), prompt(6, seed=9)
+    whole = torch.cat((ids, continuation), 1)
+    with torch.no_grad():
+        logs = model(whole).logits[0, 39:-1].log_softmax(-1).gather(1, continuation[0][:, None])[:, 0]
+    with latent_santa.patch(model, **{**SMALL, "budget": 4096}) as santa:
+        torch.testing.assert_close(santa.score(ids, continuation)[0], logs, rtol=1e-4, atol=1e-4)
