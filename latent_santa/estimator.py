@@ -1,7 +1,7 @@
 """Algorithm 1 in PyTorch, and exact attention: what a step attends, for both row layouts.
 
 Z-hat and U-hat are never numbers of their own, since e^s overflows. Functions here return ``out`` = U / Z and ``lse`` =
-log Z instead, so that Z = exp(lse) and U = out * exp(lse). In loops they are ``attention_group``, ``gumbel_rows`` and
+log Z instead, so that Z = exp(lse) and U = out * exp(lse). In loops they are ``attention_group``, ``weighted_sums`` and
 ``dense`` of :mod:`latent_santa.naive`.
 """
 
@@ -52,15 +52,15 @@ def attend_selected(
     team = teams.team_of_row.long().gather(2, index.clamp_min(0)).clamp_min(0)
     log_c = picked.log_correction.gather(3, team[:, :, None].expand(-1, -1, picked.log_correction.shape[2], -1))
     log_c = log_c.masked_fill((index < 0)[:, :, None], torch.inf)
-    suffix_scores, suffix_values = _suffix(step)
+    suffix_scores, suffix_values = suffix_rows(step)
 
     def sums(index: Tensor, log_c: Tensor, with_suffix: bool) -> tuple[Tensor, Tensor]:
         """Lines 14-18 over some rows of the union, and over E."""
         rows = step.rows.take(index)  # freed before the next half is taken
         s = scores(step.query, rows.keys, step.scale) - log_c
         if with_suffix:
-            return _sums(torch.cat((s, suffix_scores), -1), rows.values, suffix_values)
-        return _sums(s, rows.values)
+            return weighted_sums(torch.cat((s, suffix_scores), -1), rows.values, suffix_values)
+        return weighted_sums(s, rows.values)
 
     at_once = max(ROWS_AT_ONCE, ceil_div(index.shape[-1], 2))
     halves = zip(index.split(at_once, -1), log_c.split(at_once, -1), strict=True)
@@ -78,33 +78,6 @@ def union_rows(union: Tensor, teams: Teams, capacity: int) -> Tensor:
     return rows.scatter_(2, place, index)[..., :capacity]
 
 
-def santa_attention(step: DecodeStep, sampling: Sampling) -> Output:
-    """Single rows sampled without replacement from the exact attention weights: every key is scored.
-
-    It is SANTA++ with one team per row whose representative is the row itself, under the same correction. Rows outside
-    of the suffix are sampled, K of them per head. ``routing`` counts every visible row once.
-    """
-    rows, suffix = step.rows, step.suffix
-    prompt = step.visible
-    if prompt is None:
-        prompt = torch.ones(step.batch, rows.length, dtype=torch.bool, device=rows.values.device)
-    prompt = prompt.index_fill(1, suffix.index, False)
-    phi = scores(step.query, rows.keys, step.scale).masked_fill(~prompt[:, None, None], -torch.inf)
-    batch, groups, heads, length = phi.shape
-    if length <= sampling.k:
-        picked = take_all(prompt[:, None].expand(-1, groups, -1))
-    else:
-        # a row's draw belongs to its place among real rows, so that padding does not move it
-        rank = (prompt.long().cumsum(-1) - 1).clamp_min(0)[:, None, None].expand(-1, groups, heads, -1)
-        gumbels = step.draw.gumbels(groups, heads, length, sampling.shared).gather(3, rank)
-        picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
-    suffix_scores, suffix_values = _suffix(step)
-    s = torch.cat((phi - picked.log_correction, suffix_scores), -1)
-    out, lse = _sums(s, rows.values.to(suffix_values.dtype), suffix_values)
-    exact = suffix.counts(batch)[:, None].expand(-1, groups)
-    return Output(out, lse, prompt.sum(-1)[:, None] + exact, picked.union.sum(-1), exact)
-
-
 def dense_attention(
     query: tuple[Tensor, ...], rows: Rows, visible: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -119,10 +92,10 @@ def dense_attention(
     s = scores(query, rows.keys, scale)
     if visible is not None:
         s = s.masked_fill(~visible[:, None, None], -torch.inf)
-    return _sums(s, rows.values.to(s.dtype))
+    return weighted_sums(s, rows.values.to(s.dtype))
 
 
-def _suffix(step: DecodeStep) -> tuple[Tensor, Tensor]:
+def suffix_rows(step: DecodeStep) -> tuple[Tensor, Tensor]:
     """Scores ``(B, G, H, E)`` and values ``(B, G, E, V)`` of the exact suffix, in the scores' precision."""
     index, visible = step.suffix.index, step.suffix.visible
     s = scores(step.query, (part.index_select(2, index) for part in step.rows.keys), step.scale)
@@ -131,7 +104,7 @@ def _suffix(step: DecodeStep) -> tuple[Tensor, Tensor]:
     return s, step.rows.values.index_select(2, index).to(s.dtype)
 
 
-def _sums(s: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_sums(s: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
     """U / Z and log Z of rows with scores ``s (B, G, H, C)`` and values ``(B, G, C, V)``.
 
     Several ``values`` follow one another along C; joined, they would be copied.

@@ -157,6 +157,11 @@ def uniform(word: int) -> float:
     return float(min(max(u, np.float32(2.0**-33)), np.float32(1.0 - 2.0**-24)))
 
 
+def uniform64(word: int) -> float:
+    """A word as a number in (0, 1) in float64, (word + 1/2) 2^-32: what SANTA draws rows by."""
+    return (word + 0.5) * 2.0**-32
+
+
 def gumbel(key: Sequence[int], step: int, layer: int, group: int, head: int, team: int, shared: bool) -> float:
     """Algorithm 1, line 8: one standard Gumbel draw, -log(-log1p(-u))."""
     return -math.log(-math.log1p(-uniform(noise_word(key, step, layer, group, head, team, shared))))

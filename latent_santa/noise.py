@@ -94,7 +94,7 @@ def gumbel_noise(
         step: ``(B,)`` int64, rows that each sequence can see at this call.
         layer: layer index, or ``(L,)`` int64 of them.
         groups: G sharing groups.
-        heads: H query heads a group, below 4 * 65536.
+        heads: H query heads per group, below 4 * 65536.
         teams: M, the team index is the counter's first word.
         shared: every head of a group takes the draw of its first head.
 
@@ -107,7 +107,10 @@ def gumbel_noise(
 def uniform_noise(
     key: Tensor, step: Tensor, layer: int | Tensor, groups: int, heads: int, draws: int, shared: bool
 ) -> Tensor:
-    """Uniform draws in (0, 1), float64 ``(B, G, H, draws)``; arguments as in :func:`gumbel_noise`."""
+    """SANTA's draws in (0, 1), float64 ``(B, G, H, draws)``; arguments as in :func:`gumbel_noise`.
+
+    One by one they are :func:`latent_santa.naive.uniform64`.
+    """
     return _noise(lambda word: (word.double() + 0.5) * 2.0**-32, key, step, layer, groups, heads, draws, shared)
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from latent_santa import naive as ref
-from latent_santa.estimator import sampled_attention, santa_attention
+from latent_santa.estimator import sampled_attention
+from latent_santa.methods.gumbel_rows import sampled_rows
 from latent_santa.noise import noise_keys
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows
@@ -56,7 +57,7 @@ class Case:
         return replace(self, suffix=suffix, draw=Draw(self.draw.key, step, layer))
 
     def run(self, k: int, estimator: str = "per_head", noise: str = "independent", method: str = "santa++") -> Output:
-        attend = santa_attention if method == "santa" else sampled_attention
+        attend = sampled_rows if method == "gumbel_rows" else sampled_attention
         return attend(self.step, Sampling(k, estimator, noise))
 
     @property
@@ -72,7 +73,7 @@ class Case:
     ) -> ref.GroupOutput:
         """One sequence and group by the reference, which sees the real rows alone."""
         inputs = self.reference_inputs(b, g, k, estimator, noise, method)
-        return (ref.gumbel_rows if method == "santa" else ref.attention_group)(**inputs)
+        return (ref.gumbel_rows if method == "gumbel_rows" else ref.attention_group)(**inputs)
 
     def reference_inputs(
         self, b: int, g: int, k: int, estimator: str = "per_head", noise: str = "independent", method: str = "santa++"
@@ -88,13 +89,13 @@ class Case:
         parents = ref.contiguous_parents(len(real), self.parent_size)
         teams = ref.build_teams(_array(self.points[b, g])[real], parents, self.representatives)
         shared = noise == "shared"
-        number = len(real) if method == "santa" else len(teams)
+        number = len(real) if method == "gumbel_rows" else len(teams)
         inputs = {
             "queries": queries, "keys": keys, "values": values, "suffix": suffix, "scale": self.scale,
             "noise": reference_noise(self.draw, b, g, len(queries), number, shared),
             "estimator": estimator, "shared": shared,
         }  # fmt: skip
-        if method == "santa":
+        if method == "gumbel_rows":
             return {**inputs, "prompt": range(len(real)), "budget": k}
         frozen = _joined(self.frozen, b, g)[real]
         return {**inputs, "teams": teams, "routing_keys": [frozen[team.representative] for team in teams], "k": k}

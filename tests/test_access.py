@@ -18,16 +18,16 @@ from .cases import make_case
 LENGTHS = (21, 34, 9)
 SETUPS = {
     "mla": ("mla", 1, "santa++", MLA_UNIT),
-    "mla-santa": ("mla", 1, "santa", MLA_UNIT),
+    "mla-rows": ("mla", 1, "gumbel_rows", MLA_UNIT),
     "gqa": ("gqa", 2, "santa++", GQA_UNIT),
-    "gqa-santa": ("gqa", 2, "santa", GQA_SCAN_UNIT),
+    "gqa-rows": ("gqa", 2, "gumbel_rows", GQA_SCAN_UNIT),
 }
 
 
 def percent(setup, counts, routing=True):
     """The reference's Equation 13 or 14."""
     counts = [c if routing else c._replace(routing=0) for c in counts]
-    return ref.access_mla(counts) if setup.startswith("mla") else ref.access_gqa(counts, setup == "gqa-santa")
+    return ref.access_mla(counts) if setup.startswith("mla") else ref.access_gqa(counts, setup == "gqa-rows")
 
 
 @pytest.fixture(scope="module", params=SETUPS)
@@ -83,7 +83,7 @@ def test_totals(recorded):
 def test_routing_is_counted_where_it_happened(recorded):
     setup, _, expected = recorded
     at_end = [counts.routing for (_, step, b, _), counts in expected.items() if step == 2 and b == 2]
-    assert all(at_end) if "santa" in setup else not any(at_end)
+    assert all(at_end) if "rows" in setup else not any(at_end)
     assert all(counts.routing for (_, step, _, _), counts in expected.items() if step < 2)
 
 

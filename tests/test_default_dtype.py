@@ -28,7 +28,7 @@ def default(dtype):
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("method", ["santa++", "santa"])
+@pytest.mark.parametrize("method", ["santa++", "gumbel_rows"])
 @pytest.mark.parametrize("k", [3, 500])
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 @pytest.mark.parametrize("noise", ["independent", "shared"])
@@ -64,7 +64,7 @@ def test_teams_and_codes(routing_dtype, other):
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("settings", [{}, {"method": "santa"}, {"parents": "kmeans", "kmeans_engine": "torch"}])
+@pytest.mark.parametrize("settings", [{}, {"method": "santa"}, {"method": "gumbel_rows"}, {"parents": "kmeans"}])
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v2"])
 def test_generation(name, settings, other):
     small = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}

@@ -70,6 +70,17 @@ def test_gumbel_noise_equals_the_reference(heads, shared):
     torch.testing.assert_close(draws.double(), torch.tensor(expected, dtype=torch.float64), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_uniform_noise_equals_the_reference(shared):
+    key, step = noise.noise_keys(11, [3, 2**50], "cpu"), tensor([9, 70001])
+    draws = noise.uniform_noise(key, step, 26, 2, 7, 5, shared)
+    expected = [
+        [[[ref.uniform64(ref.noise_word(key[b].tolist(), int(step[b]), 26, g, h, t, shared)) for t in range(5)]
+          for h in range(7)] for g in range(2)] for b in range(2)
+    ]  # fmt: skip
+    assert draws.dtype == torch.float64 and draws.tolist() == expected
+
+
 def test_shared_noise_is_the_first_heads():
     key, step = noise.noise_keys(0, [1], "cpu"), tensor([50])
     shared = noise.gumbel_noise(key, step, 0, 2, 6, 30, True)

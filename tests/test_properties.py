@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from latent_santa import AccessLedger, SantaConfig
 from latent_santa.access import MLA_UNIT
-from latent_santa.estimator import dense_attention, sampled_attention, santa_attention
+from latent_santa.estimator import dense_attention, sampled_attention
+from latent_santa.methods.gumbel_rows import sampled_rows
 from latent_santa.noise import noise_keys
 from latent_santa.parents import form_parents
 from latent_santa.rows import Rows
@@ -157,7 +158,7 @@ def test_counts_add_up(drawn, k, suffix, estimator, shared):
     assert bool((output.union >= teams.count.clamp_max(k)).all())  # a team has a row of its own
     assert bool((output.union[teams.count <= k] == held[teams.count <= k]).all())
     assert bool((output.union <= teams.most_rows(3 * k)).all())
-    single = santa_attention(step, sampling)
+    single = sampled_rows(step, sampling)
     assert bool((single.union >= held.clamp_max(k)).all()) and bool((single.union <= held.clamp_max(3 * k)).all())
     assert single.routing.equal(visible[:, None].expand(-1, groups))
     out, lse = dense_attention(query, rows, seen, 1.0)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..access import Unit, scanned_unit
-from ..estimator import santa_attention
-from ..rows import Rows
+from ..estimator import suffix_rows, weighted_sums
+from ..rows import Rows, scores
+from ..sampling import select, take_all
 from ..step import DecodeStep, Output, Sampling
 from ..teams import Teams
 from .base import Choose, Method
@@ -26,10 +29,36 @@ class GumbelRows(Method):
     settings = ("budget", "estimator", "noise", "seed", "first_token")
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
-        return santa_attention(step, Sampling(config.budget, config.estimator, config.noise))
+        return sampled_rows(step, Sampling(config.budget, config.estimator, config.noise))
 
     def full(self, step: DecodeStep, config: SantaConfig) -> bool:
         return step.rows.length - step.suffix.index.numel() <= config.budget
 
     def unit(self, rows: Rows, teams: Teams | None) -> Unit:
         return scanned_unit(rows)
+
+
+def sampled_rows(step: DecodeStep, sampling: Sampling) -> Output:
+    """Algorithm 1 with one team per row, its own representative (:func:`latent_santa.naive.gumbel_rows` in loops).
+
+    Rows outside of the suffix are sampled, K of them per head. ``routing`` counts every visible row once.
+    """
+    rows, suffix = step.rows, step.suffix
+    prompt = step.visible
+    if prompt is None:
+        prompt = torch.ones(step.batch, rows.length, dtype=torch.bool, device=rows.values.device)
+    prompt = prompt.index_fill(1, suffix.index, False)
+    phi = scores(step.query, rows.keys, step.scale).masked_fill(~prompt[:, None, None], -torch.inf)
+    batch, groups, heads, length = phi.shape
+    if length <= sampling.k:
+        picked = take_all(prompt[:, None].expand(-1, groups, -1))
+    else:
+        # a row's draw belongs to its place among real rows, so that padding does not move it
+        rank = (prompt.long().cumsum(-1) - 1).clamp_min(0)[:, None, None].expand(-1, groups, heads, -1)
+        gumbels = step.draw.gumbels(groups, heads, length, sampling.shared).gather(3, rank)
+        picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
+    suffix_scores, suffix_values = suffix_rows(step)
+    s = torch.cat((phi - picked.log_correction, suffix_scores), -1)
+    out, lse = weighted_sums(s, rows.values.to(suffix_values.dtype), suffix_values)
+    exact = suffix.counts(batch)[:, None].expand(-1, groups)
+    return Output(out, lse, prompt.sum(-1)[:, None] + exact, picked.union.sum(-1), exact)
