@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -179,3 +180,18 @@ def test_help_imports_no_torch(kind: str) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code, *kind.split()], capture_output=True, text=True, timeout=60)
     assert shown.stderr.strip() == "[]" and f"usage: latent-santa bench {kind}".strip() in shown.stdout
+
+
+@pytest.mark.parametrize("fill", ["prefill", "rows"])
+def test_decode_times_a_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], fill: str) -> None:
+    options = "--shape small --layers 1 --device cpu --dtype float32 --batch 2 --context 64 --budget 8 --steps 1"
+    words = [*options.split(), "--repeats", "1", "--parents", "contiguous", "--fill", fill, "--out", str(tmp_path)]
+    assert main(["bench", "decode", *words]) == 0
+    assert "b2 64 tokens, contiguous, per_head, torch, S=8: prefill" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "decode.json").read_text())
+    dense, sampled = saved["results"]
+    # a latent of 64 and a rotary key of 16 in float32
+    assert dense["percent"] == 100 and dense["bytes_per_token"] == 4 * 80 < sampled["bytes_per_token"]
+    assert sampled["percent"] < 100 and (sampled["prefill_ms"] is None) == (fill == "rows")
+    assert saved["facts"]["layers"] == 1 and "commit" in saved["facts"]
+    assert (tmp_path / "decode.md").read_text().count("| 2 | 64 |") == 2

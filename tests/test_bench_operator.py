@@ -22,8 +22,9 @@ from latent_santa.step import Sampling
 from .tiny_models import tiny_model
 
 FACTS: dict[str, Any] = {
-    "device": "a device", "torch": "2.x", "triton": "3.x", "date": "2026-01-01", "command": "bench operator",
-    "copy_bandwidth": 4e12, "protocol": {"rounds": 2, "observations": 3, "warmup": 1, "evict": 4},
+    "device": "a device", "torch": "2.x", "triton": "3.x", "date": "2026-01-01", "commit": "abc",
+    "command": "bench operator", "copy_bandwidth": 4e12,
+    "protocol": {"rounds": 2, "observations": 3, "warmup": 1, "evict": 4},
 }  # fmt: skip
 
 
@@ -130,6 +131,39 @@ def test_measuring_and_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     picture = report.plot(records)
     assert picture is not None and picture.startswith(b"\x89PNG")
     assert report.plot(records[:1]) is None
+
+
+def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """From options to files, with a stand-in for the device: its clock, its name and its memory."""
+    pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
+    from latent_santa import kernels
+    from latent_santa.eval.bench import facts, measure, timing, workload
+    from latent_santa.eval.run import sizes
+    from latent_santa.kernels.support import interpreting
+
+    if not interpreting():
+        pytest.skip("needs Triton's interpreter")
+    original = workload.synthetic
+    monkeypatch.setattr(workload, "synthetic", lambda *a, **k: original(*a, **k, dtype=torch.float16, device="cpu"))
+    monkeypatch.setattr(measure, "baselines", lambda w: ({"dense": lambda: None}, {}))
+    monkeypatch.setattr(timing, "DeviceClock", lambda rounds, device: FakeClock())
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 4e12)
+    monkeypatch.setattr(facts, "facts", lambda device, **settings: {**FACTS, **settings})
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(kernels, "unavailable", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    options = (
+        "--layout gqa --heads 4 --groups 2 --head-dim 32 --context 64 --budgets 8 --estimators pooled --modes graph"
+    )
+    assert main(["bench", "operator", *options.split(), "--query-dtype", "float32", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "GQA 4/2/32, b1, 64 rows (synthetic) measured" in shown and "source abc" in shown
+    saved = json.loads((tmp_path / "operator.json").read_text())
+    assert saved["facts"]["protocol"] == {"rounds": 20, "observations": 100, "warmup": 20, "evict": 256}
+    (record,) = saved["results"]
+    assert record["workload"]["query_dtype"] == "float32" and record["sampled"][0]["error"] < 2e-3
+    assert (tmp_path / "operator.md").read_text().strip() == shown[shown.index("# Operator") :].strip()
 
 
 def test_goals_belong_to_their_settings() -> None:

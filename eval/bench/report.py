@@ -27,8 +27,9 @@ def markdown(facts: dict[str, Any], records: list[dict[str, Any]]) -> str:
     lines = [
         "# Operator benchmark",
         "",
-        f"{facts['device']}, torch {facts['torch']}, Triton {facts['triton']}, {facts['date']}. Command: "
-        f"`{facts['command']}`. Copy bandwidth {facts['copy_bandwidth'] / 1e12:.2f} TB/s (read plus written).",
+        f"{facts['device']}, torch {facts['torch']}, Triton {facts['triton']}, {facts['date']}, source "
+        f"{facts['commit']}. Command: `{facts['command']}`. Copy bandwidth {facts['copy_bandwidth'] / 1e12:.2f} TB/s "
+        "(read plus written).",
         "",
         f"Times are microseconds, medians of round medians ({protocol}; evict in MiB, before every timed call). A "
         "ratio is dense time over sampled time, against the fastest dense method of the same run and mode, with its "
