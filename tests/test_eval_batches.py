@@ -21,9 +21,9 @@ from latent_santa.eval.run.conditions import expand, running_order, slug
 from latent_santa.eval.run.generation import Batch, Generator
 from latent_santa.eval.run.processes import Processes
 from latent_santa.eval.run.progress import Progress
-from latent_santa.eval.run.render import Renderer, ids_sha256
+from latent_santa.eval.run.render import Renderer
 from latent_santa.eval.run.runner import Runner, batches
-from latent_santa.eval.run.store import Prompt, Store
+from latent_santa.eval.run.store import Store
 from latent_santa.eval.sources.samples import make_sample
 from latent_santa.methods import centroid, santapp
 from tests.eval_support import DENSE, save_random_model, tokenizer
@@ -67,8 +67,7 @@ def make_prompts(renderer, n=5):
         for i in range(n):
             text = f"Flight {i} of {task}. " * (3 + 5 * i % 13) + "Which?"
             row = make_sample(task, i, text, ["zz", "qq"], max_new_tokens=cap, source="test")
-            ids = renderer.prompt(row, None)
-            prompts.append(Prompt(row, len(ids), ids_sha256(ids)))
+            prompts.append(renderer.prompt(row, None))
     return prompts
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import latent_santa
@@ -16,9 +18,9 @@ from latent_santa.eval.run import generation, models, processes
 from latent_santa.eval.run.conditions import slug
 from latent_santa.eval.run.processes import Processes
 from latent_santa.eval.run.progress import Progress
-from latent_santa.eval.run.render import Renderer, ids_sha256
+from latent_santa.eval.run.render import Renderer
 from latent_santa.eval.run.runner import Runner
-from latent_santa.eval.run.store import Prompt, Store
+from latent_santa.eval.run.store import Store
 from latent_santa.eval.sources.samples import make_sample
 from tests.eval_support import DENSE, FakeGenerator, santapp, save_random_model, tokenizer
 
@@ -37,8 +39,7 @@ def make_runner(directory, generator=None, tasks=("single", "fwe"), n=3, floor=0
     for task in tasks:
         for i in range(n):
             row = make_sample(task, i, f"Flight {i} of {task}?", ["zz", "qq"], max_new_tokens=5, source="test")
-            ids = renderer.prompt(row, None)
-            prompts.append(Prompt(row, len(ids), ids_sha256(ids)))
+            prompts.append(renderer.prompt(row, None))
     if not store.frozen:
         store.freeze({"settings": {"n": n}, "conditions": []}, prompts)
     progress = Progress(Console(file=text or io.StringIO()), every=0)
@@ -154,7 +155,9 @@ def test_processes_share_the_prompts(tmp_path):
 
 def test_other_ids_than_frozen_are_refused(tmp_path):
     runner = make_runner(tmp_path)
-    runner.renderer = Renderer(tokenizer(), chat=False)
+    changed = copy.deepcopy(tokenizer())
+    changed.backend_tokenizer.normalizer = normalizers.Lowercase()
+    runner.renderer = Renderer(changed)
     with pytest.raises(EvalError, match="makes other ids"):
         runner.run((DENSE,))
 

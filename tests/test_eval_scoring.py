@@ -9,9 +9,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.run.render import Renderer, join_texts
+from latent_santa.eval.run.render import Renderer, ids_sha256
 from latent_santa.eval.run.scoring import clean, score
-from latent_santa.eval.sources.samples import Sample, make_sample, sample_from_dict, sample_to_dict
+from latent_santa.eval.sources.samples import Sample, join_texts, make_sample, sample_from_dict, sample_to_dict
 from tests.eval_support import tokenizer
 
 
@@ -99,10 +99,12 @@ def test_prefix_goes_where_it_is_asked_for():
 
 def test_template_brings_one_bos_and_the_answer_room_is_checked():
     renderer = Renderer(tokenizer())
-    ids = renderer.prompt(sample(), limit=None)
+    ids = renderer.encode(sample().input, sample().answer_prefix)
+    prompt = renderer.prompt(sample(), limit=None)
+    assert (prompt.n_tokens, prompt.ids_sha256) == (len(ids), ids_sha256(ids))
     assert ids.count(tokenizer().bos_token_id) == 1
-    assert tokenizer().decode(ids) == renderer.text(sample().input, sample().answer_prefix)
-    assert renderer.prompt(sample(), limit=len(ids) + 16) == ids
+    assert tokenizer().decode(ids) == prompt.text == renderer.text(sample().input, sample().answer_prefix)
+    assert renderer.prompt(sample(), limit=len(ids) + 16) == prompt
     with pytest.raises(EvalError, match=rf"{len(ids)} prompt tokens and 16 new ones exceed.*{len(ids) + 15}"):
         renderer.prompt(sample(), limit=len(ids) + 15)
 
@@ -111,15 +113,15 @@ def test_special_tokens_are_added_once_with_a_template_and_without():
     own = copy.deepcopy(tokenizer())  # like many models' tokenizers, this one adds <s> by itself
     own.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     assert own("text")["input_ids"][0] == 1
-    assert Renderer(own).prompt(sample(), None).count(1) == 1
-    bare = Renderer(own, chat=False).prompt(sample(), None)
+    assert Renderer(own).encode("What is the code?", " The code is").count(1) == 1
+    bare = Renderer(own, chat=False).encode("What is the code?", " The code is")
     assert bare.count(1) == 1 and own.decode(bare, skip_special_tokens=True) == "What is the code? The code is"
 
 
 def test_baked_in_template_is_refused():
     baked = make_sample("task", 0, "<s>What?", ["1"], max_new_tokens=4, source="test")
     bare = Renderer(tokenizer(), chat=False)
-    assert bare.prompt(baked, None)[0] == 1
+    assert bare.prompt(baked, None).n_tokens == bare.count("<s>What?", "")
     doubled = make_sample("task", 0, "<s><s>What?", ["1"], max_new_tokens=4, source="test")
     with pytest.raises(EvalError, match="two BOS.*--no-chat-template"):
         bare.prompt(doubled, None)

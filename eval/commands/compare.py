@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -115,10 +116,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompt(args: argparse.Namespace, spec: Any, tokenizer: Any) -> tuple[list[int], tuple[str, ...]]:
     """Token ids, and the answers that are looked for (none for a prompt of the user's own)."""
-    from latent_santa.eval.run.render import Renderer
+    from latent_santa.eval.commands.options import renderer as renderer_of
     from latent_santa.eval.sources import Request, load_samples
 
-    renderer = Renderer(tokenizer, args.answer_prefix, args.chat_template)
+    renderer = renderer_of(args, tokenizer)
+    for warning in renderer.warnings():
+        print(f"warning: {warning}", file=sys.stderr)
     if args.prompt_file is not None:
         return renderer.encode(prompt_text(args.prompt_file), ""), ()
     request = Request("builtin", (PLANTED[spec.tiny],), 1, args.length, start=args.prompt_number)

@@ -133,8 +133,8 @@ class Evaluation:
             )
         manifest = store.manifest()
         self._say(f"Run in {store.directory}: {data_statement(manifest)}.")
-        first = store.prompts()[0].sample
-        tail = self.renderer.text(first.input, first.answer_prefix)[-120:]
+        first = store.prompts()[0]
+        tail = (first.text or self.renderer.text(first.sample.input, first.sample.answer_prefix))[-120:]
         self._say(f"The first prompt ends in {tail!r}")
         for warning in [*manifest["warnings"], *store.damaged()]:
             self._say(f"warning: {warning}", "yellow")
@@ -190,7 +190,7 @@ def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluat
         sizes.check_cache(config, args.length * args.batch_size, spec, asked)
     sizes.check_disk(args.out or Path("out"), args.n * len(tasks), args.length)
     tokenizer = models.load_tokenizer(spec)
-    renderer = Renderer(tokenizer, args.answer_prefix, args.chat_template)
+    renderer = options.renderer(args, tokenizer)
     request = Request(
         data=args.data,
         tasks=tasks,

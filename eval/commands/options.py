@@ -6,6 +6,7 @@ No module that is imported here may import torch, so that --help answers at once
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from latent_santa.eval.run.models import DTYPES, QUANTS, ModelSpec
 
 if TYPE_CHECKING:
     from latent_santa.config import SantaConfig
+    from latent_santa.eval.run.render import Renderer
 
 # SantaConfig's fields that are one option each, and equal in all settings of a run
 SHARED = ("noise", "draws", "routing_dtype", "backend", "kmeans_engine", "seed", "kmeans_seed")
@@ -69,6 +71,20 @@ def team(text: str) -> tuple[int, int]:
     return int(size), int(representatives)
 
 
+def template_option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE as a pair; a value that reads as JSON (true, 3, null) is taken for it, any other is a text.
+
+    Raises argparse.ArgumentTypeError if there is no name.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
 def add_model_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add --model and what belongs to it. Without a default --model must be given."""
     add = parser.add_argument_group("model").add_argument
@@ -107,6 +123,14 @@ def add_prompt_options(parser: argparse.ArgumentParser, length: int | None, show
         action=argparse.BooleanOptionalAction,
         default=True,
         help="use the tokenizer's chat template, if it has one",
+    )
+    group.add_argument(
+        "--template-option",
+        type=template_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the chat template, such as enable_thinking=false; may be given several times",
     )
     group.add_argument(
         "--answer-prefix",
@@ -190,6 +214,15 @@ def model_spec(args: argparse.Namespace, check: bool = True) -> ModelSpec:
     if check:
         spec.check()
     return spec
+
+
+def renderer(args: argparse.Namespace, tokenizer: Any) -> Renderer:
+    """How prompts are rendered. Raises EvalError for a --template-option that the chat template does not read."""
+    from latent_santa.eval.run.render import Renderer
+
+    made = Renderer(tokenizer, args.answer_prefix, args.chat_template, dict(args.template_option))
+    made.check()
+    return made
 
 
 def base_config(args: argparse.Namespace, spec: ModelSpec) -> SantaConfig:

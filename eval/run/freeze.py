@@ -9,12 +9,12 @@ from latent_santa.config import SantaConfig
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run.conditions import from_manifest, label, old_santa, swept
 from latent_santa.eval.run.environment import environment
-from latent_santa.eval.run.render import Renderer, ids_sha256
+from latent_santa.eval.run.render import Renderer
 from latent_santa.eval.run.store import Prompt, Store, differences
 from latent_santa.eval.sources import Request, load_samples
 
 # what a setting was in runs that were started before there was an option for it
-BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model", "draws": "independent"}
+BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model", "draws": "independent", "template_options": "{}"}
 
 
 def make_prompts(
@@ -22,11 +22,9 @@ def make_prompts(
 ) -> tuple[list[Prompt], dict[str, Any], list[str]]:
     """Samples of the request, rendered and checked against the context limit; with their origin and warnings."""
     loaded = load_samples(request, renderer, tiny, advance)
-    prompts = []
-    for sample in loaded.samples:
-        ids = renderer.prompt(sample, limit)
-        prompts.append(Prompt(sample, len(ids), ids_sha256(ids)))
-    return prompts, loaded.origin | {"most_tokens": max(prompt.n_tokens for prompt in prompts)}, loaded.warnings
+    prompts = [renderer.prompt(sample, limit) for sample in loaded.samples]
+    origin = loaded.origin | {"most_tokens": max(prompt.n_tokens for prompt in prompts)}
+    return prompts, origin, [*loaded.warnings, *renderer.warnings()]
 
 
 def new_run(

@@ -126,8 +126,9 @@ class Runner:
         }
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids. Raises EvalError if they are not those that were frozen."""
-        ids = self.renderer.encode(prompt.sample.input, prompt.sample.answer_prefix)
+        """The prompt's token ids, from its frozen text. Raises EvalError if they are not those that were frozen."""
+        sample, text = prompt.sample, prompt.text
+        ids = self.renderer.ids(self.renderer.text(sample.input, sample.answer_prefix) if text is None else text)
         if ids_sha256(ids) != prompt.ids_sha256:
             raise EvalError(f"{prompt.sample.id}: the tokenizer makes other ids of this prompt than when it was frozen")
         return ids

@@ -84,11 +84,31 @@ def check_writable(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A frozen sample with what it became for the run's tokenizer: number of tokens, and the hash of their ids."""
+    """A frozen sample with what it became for the run's tokenizer.
+
+    n_tokens    number of tokens
+    ids_sha256  hash of their ids
+    rendered    the text that was tokenised, in parts (`fold`): a chat template may say something else tomorrow; None
+                in runs of earlier versions
+    """
 
     sample: Sample
     n_tokens: int
     ids_sha256: str
+    rendered: tuple[str | None, ...] | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The text that was tokenised, if the run has it."""
+        if self.rendered is None:
+            return None
+        return "".join(self.sample.input if part is None else part for part in self.rendered)
+
+
+def fold(text: str, body: str) -> tuple[str | None, ...]:
+    """A text in parts, None where `body` stands, so that a run's prompts do not hold long inputs twice."""
+    before, found, after = text.partition(body)
+    return (before, None, after) if found else (text,)
 
 
 class Store:
@@ -137,7 +157,10 @@ class Store:
     def freeze(self, manifest: dict[str, Any], prompts: Iterable[Prompt]) -> None:
         """Write the prompts, then the manifest with their hash and the run's key. Nothing is generated before this."""
         lines = [
-            json.dumps(sample_to_dict(prompt.sample) | {"n_tokens": prompt.n_tokens, "ids_sha256": prompt.ids_sha256})
+            json.dumps(
+                sample_to_dict(prompt.sample)
+                | {"n_tokens": prompt.n_tokens, "ids_sha256": prompt.ids_sha256, "rendered": prompt.rendered}
+            )
             for prompt in prompts
         ]
         content = "\n".join(lines) + "\n"
@@ -206,7 +229,8 @@ class Store:
             )
         records = [json.loads(line) for line in content.decode().splitlines()]
         self._prompts = [
-            Prompt(sample_from_dict(record), record["n_tokens"], record["ids_sha256"]) for record in records
+            Prompt(sample_from_dict(record), record["n_tokens"], record["ids_sha256"], record.get("rendered"))
+            for record in records
         ]
         return self._prompts
 

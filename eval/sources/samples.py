@@ -86,3 +86,12 @@ def sample_from_dict(data: dict[str, Any]) -> Sample:
     if (sample.id, sample.text_sha256) != (data["id"], data["text_sha256"]):
         raise ValueError(f"sample {data['id']}: its text does not match its stored hash")
     return sample
+
+
+def join_texts(left: str, right: str) -> str:
+    """`left + right` with exactly one break between the words of the two.
+
+    The leading white space of `right` is dropped where `left` ends in white space and kept elsewhere (some templates
+    end in "Assistant:" and need it).
+    """
+    return left + (right.lstrip() if left[-1:].isspace() else right)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.run.render import join_texts
-from latent_santa.eval.sources.samples import Sample, make_sample
+from latent_santa.eval.sources.samples import Sample, join_texts, make_sample
 
 from .tasks import OFFICIAL
 
