@@ -180,13 +180,11 @@ def quantise(keys: Tensor, routing_dtype: str, center: Tensor | None = None) -> 
     return CodedKeys.of(keys, BITS[routing_dtype], scale_group(keys.shape[-1], routing_dtype), center)
 
 
-def mean_key(keys: Tensor, real: Tensor | None = None) -> Tensor:
-    """The mean of ``keys (B, G, M, D)`` over the ``real (B, G, M)`` teams, all of them by default: ``(B, G, 1, D)``.
+def mean_key(keys: Tensor, real: Tensor) -> Tensor:
+    """The mean of ``keys (B, G, M, D)`` over the ``real (B, G, M)`` teams, ``(B, G, 1, D)``.
 
     Summed in float64 and rounded to the keys' dtype, so that padding teams change nothing.
     """
-    if real is None:
-        return keys.mean(2, keepdim=True, dtype=torch.float64).to(keys.dtype)
     total = keys.masked_fill(~real[..., None], 0).sum(2, keepdim=True, dtype=torch.float64)
     return (total / real.sum(-1).clamp_min(1)[..., None, None]).to(keys.dtype)
 
@@ -194,13 +192,13 @@ def mean_key(keys: Tensor, real: Tensor | None = None) -> Tensor:
 def quantise_parts(
     keys: tuple[RoutingKeys, ...],
     routing_dtype: str,
-    real: Tensor | None = None,
+    real: Tensor,
     earlier: tuple[RoutingKeys, ...] | None = None,
 ) -> tuple[RoutingKeys, ...]:
     """All parts of plain routing keys in codes; ``"model"`` keeps them as they are.
 
     Args:
-        real: ``(B, G, M)`` bool, False for padding teams; None when all are real.
+        real: ``(B, G, M)`` bool, False for padding teams.
         earlier: parts of an earlier turn, whose centers serve these too: a head's scores must all miss one number.
     """
     if routing_dtype == "model":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rows:
     """Rows of one attention layer's cache.
 

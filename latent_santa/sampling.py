@@ -1,4 +1,4 @@
-"""Which teams a decoding step reads, and how likely that was: Algorithm 1, lines 3-11, and the pooled correction.
+"""Which teams a decoding step reads, and how likely that was: Algorithm 1, lines 3-12, and the pooled correction.
 
 In loops these are :func:`latent_santa.naive.routing_scores`, :func:`latent_santa.naive.select`,
 :func:`latent_santa.naive.log_correction` and :func:`latent_santa.naive.pooled_corrections`.

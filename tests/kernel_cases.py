@@ -99,7 +99,7 @@ def make_step(
     points = before.keys[0].float().masked_fill(~real[:, None, :, None], 0.0)
     parents = contiguous_parents(real, parent_size).expand(-1, groups, -1)
     teams = frozen_teams(before, points, parents, representatives)
-    teams = replace(teams, routing_keys=quantise_parts(teams.routing_keys, routing_dtype))
+    teams = replace(teams, routing_keys=quantise_parts(teams.routing_keys, routing_dtype, teams.sizes > 0))
     visible = None
     if hidden:
         visible = torch.ones(batch, suffix, dtype=torch.bool, device=device)

@@ -61,9 +61,10 @@ def test_what_all_keys_have_in_common_costs_nothing(routing_dtype: str) -> None:
     keys = torch.randint(-7, 8, (2, 1, 40, 32), generator=generator).float()
     keys[:, :, 0] = 7  # every group has its largest code, so codes are exact up to the rounding of the mean
     keys = torch.cat((keys, -keys), 2)  # the mean is zero
+    real = torch.ones(keys.shape[:3], dtype=torch.bool)
     common = 1000 * torch.randn(2, 1, 1, 32, generator=generator).round()
-    (plain,) = quantise_parts((PlainKeys(keys),), routing_dtype)
-    (moved,) = quantise_parts((PlainKeys(keys + common),), routing_dtype)
+    (plain,) = quantise_parts((PlainKeys(keys),), routing_dtype, real)
+    (moved,) = quantise_parts((PlainKeys(keys + common),), routing_dtype, real)
     assert plain.scales is not None and moved.scales is not None
     assert torch.equal(plain.codes, moved.codes) and torch.equal(plain.scales, moved.scales)
     assert moved.center is not None and torch.equal(moved.center, common)
@@ -76,7 +77,7 @@ def test_padding_teams_do_not_move_the_mean() -> None:
     padded = torch.nn.functional.pad(keys, (0, 0, 0, 5), value=50)
     real = torch.arange(14) < 9
     (held,) = quantise_parts((PlainKeys(padded),), "int8", real.expand(1, 2, -1))
-    (alone,) = quantise_parts((PlainKeys(keys),), "int8")
+    (alone,) = quantise_parts((PlainKeys(keys),), "int8", real[:9].expand(1, 2, -1))
     assert held.scales is not None and alone.scales is not None
     assert torch.equal(held.codes[:, :, :9], alone.codes) and torch.equal(held.scales[:, :, :9], alone.scales)
 
@@ -109,8 +110,8 @@ def test_teams_route_by_quantised_keys(estimator: str) -> None:
     """The same as routing by the dequantised tensors, through every method of the records."""
     step = make_step(heads=3, lengths=(80, 50), dims=(32, 16))
     assert step.teams is not None
-    assert quantise_parts(step.teams.routing_keys, "model") is step.teams.routing_keys
-    held = quantise_parts(step.teams.routing_keys, "int8")
+    assert quantise_parts(step.teams.routing_keys, "model", step.teams.sizes > 0) is step.teams.routing_keys
+    held = quantise_parts(step.teams.routing_keys, "int8", step.teams.sizes > 0)
     plain = replace(step.teams, routing_keys=tuple(PlainKeys(part.float()) for part in held))
     coarse = replace(step.teams, routing_keys=held)
     results = [sampled_attention(replace(step, teams=teams), Sampling(4, estimator)) for teams in (plain, coarse)]

@@ -77,7 +77,7 @@ class Fit:
         self.counts = torch.where(few, floor, grown)
 
     def stop(self, mean: Tensor, step: int | Tensor) -> None:
-        """Update ``running`` after minibatch number ``step`` (from 1) with inertia ``mean`` (A,) a row."""
+        """Update ``running`` after minibatch number ``step`` (from 1) with inertia ``mean`` (A,) per row."""
         step = torch.as_tensor(step, device=mean.device)
         # the first minibatch tells about the seeding only: the mean begins anew with the second
         self.smooth = torch.lerp(self.smooth, mean, self.alpha.masked_fill(step <= 2, 1.0))

@@ -34,6 +34,27 @@ def init_size(length: int, k: int) -> int:
     return min(size if size >= k else 3 * k, length)
 
 
+def _host_draws(
+    lengths: list[int], sizes: list[int], clusters: list[int], places: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The init subset (Q, n) int64, and uniforms (Q, places, T) float64 by which candidates are drawn."""
+    subset = torch.zeros(len(sizes), max(sizes), dtype=torch.int64)
+    draws = torch.zeros(len(sizes), places, trials(max(clusters)), dtype=torch.float64)
+    alike: dict[tuple[int, int], int] = {}  # problems of one length and cluster number have the same draws
+    for q, (length, size, cluster) in enumerate(zip(lengths, sizes, clusters, strict=True)):
+        first = alike.setdefault((length, cluster), q)
+        if first < q:
+            subset[q], draws[q] = subset[first], draws[first]
+            continue
+        if size == length:
+            subset[q, :size] = torch.arange(size)
+        else:
+            subset[q, :size] = (draw((size,), generator(seed, INIT_STREAM)) * length).long()
+        shape = (cluster, trials(cluster))
+        draws[q, :cluster, : shape[1]] = draw(shape, generator(seed, SEEDING_STREAM))
+    return subset, draws
+
+
 def seed_centers(table: Tensor, width: int, lengths: list[int], clusters: list[int], seed: int) -> Tensor:
     """Greedy k-means++ on the init subset: centers (Q, k, D) float32. Nothing in the loop waits for the device.
 
@@ -49,20 +70,7 @@ def seed_centers(table: Tensor, width: int, lengths: list[int], clusters: list[i
     n, k = max(sizes), max(clusters)
     at_once = CENTERS_PER_STEP[device.type]
     places = 1 + ceil_div(k - 1, at_once) * at_once  # places from k on are never read
-    subset = torch.zeros(problems, n, dtype=torch.int64)
-    draws = torch.zeros(problems, places, trials(k), dtype=torch.float64)
-    alike: dict[tuple[int, int], int] = {}  # problems of one length and cluster number have the same draws
-    for q, (length, size, cluster) in enumerate(zip(lengths, sizes, clusters, strict=True)):
-        first = alike.setdefault((length, cluster), q)
-        if first < q:
-            subset[q], draws[q] = subset[first], draws[first]
-            continue
-        if size == length:
-            subset[q, :size] = torch.arange(size)
-        else:
-            subset[q, :size] = (draw((size,), generator(seed, INIT_STREAM)) * length).long()
-        shape = (cluster, trials(cluster))
-        draws[q, :cluster, : shape[1]] = draw(shape, generator(seed, SEEDING_STREAM))
+    subset, draws = _host_draws(lengths, sizes, clusters, places, seed)
     ragged_trials = len({trials(cluster) for cluster in clusters}) > 1
     unused = torch.arange(trials(k)) >= torch.tensor([trials(cluster) for cluster in clusters])[:, None]
     unused, draws = unused.to(device), draws.transpose(0, 1).contiguous().to(device)
