@@ -40,8 +40,10 @@ def make_run(directory, scores, data="jsonl", model="deepseek-ai/DeepSeek-V2-Lit
     ]
     base = {"model": model, "length": 8192, "n": n, "tasks": list(TASKS), "data_seed": 42, "data": data, "seed": 0}
     base |= {"kmeans_seed": 0, "first_token": "replay", "noise": "independent", "quant": "int8", "dtype": "bfloat16"}
-    base |= {"answer_prefix": "assistant", "select": "sample"}
+    base |= {"answer_prefix": "assistant", "select": "sample", "device": "cuda"}
+    base |= {"kmeans_engine": "sklearn", "math_sdpa": False}
     manifest = {"settings": base | settings, "conditions": [swept(c) for c in scores], "origin": {"data": data}}
+    manifest["loaded"] = {"parameters": 1000, "int8_parameters": 970, "int8_meant": 970}
     store.freeze(manifest | {"warnings": ["from the data"], "environment": {}}, prompts)
     for condition, by_task in scores.items():
         for prompt in prompts:
@@ -186,18 +188,61 @@ def test_conditions_of_a_table_hold_miss_or_are_unknown(tmp_path):
     store = make_run(tmp_path, {c: same([1, 1, 1, 1]) for c in conditions}, n=4)
     table = next(t for t in paper_tables.TABLES if t.number == "15-18")
     verdicts = {check.what: check.verdict for check in paper_tables.checks(table, store.manifest())}
-    assert verdicts.pop("prompts a task") == paper_tables.MISSED
+    assert verdicts.pop("prompts per task") == paper_tables.MISSED
     unknown = {what for what, verdict in verdicts.items() if verdict == paper_tables.UNKNOWN}
     assert unknown == {"answer prefix", "which prompts were selected", "RULER commit", "tokenizer that sized the data"}
     assert all(verdicts[what] == paper_tables.HOLDS for what in set(verdicts) - unknown)
     qwen = {check.what: check.verdict for check in paper_tables.checks(paper_tables.TABLES[0], store.manifest())}
-    assert qwen["model"] == paper_tables.MISSED and qwen["first token"] == paper_tables.UNKNOWN
+    assert qwen["model"] == paper_tables.MISSED and qwen["weights"] == paper_tables.UNKNOWN
+    assert {qwen[what] for what in ("first token", "k-means engine", "k-means seed")} == {paper_tables.HOLDS}
     assert {check.verdict for check in paper_tables.checks(table, None)} == {paper_tables.UNKNOWN}
     builtin = {
         check.what: check.verdict
         for check in paper_tables.checks(table, store.manifest() | {"origin": {"data": "builtin"}})
     }
     assert builtin["data"] == paper_tables.MISSED
+
+
+LINEAR_ONLY = {"parameters": 1000, "int8_parameters": 60, "int8_meant": 970}
+# what is not as in the paper: the changed settings, what the manifest says of the weights, and how it is told
+DEVIATIONS = {
+    "first token": ({"first_token": "dense"}, {}, "dense"),
+    "k-means engine": ({"kmeans_engine": "auto"}, {}, "torch"),
+    "k-means seed": ({"kmeans_seed": 1}, {}, "1"),
+    "SDPA's math backend": ({"math_sdpa": True}, {}, "enabled"),
+    "seeds: sampling, data": ({"seed": 7}, {}, "7, 42"),
+    "weights": ({}, {"loaded": LINEAR_ONLY}, "int8, 6.0 % of the parameters, of 97.0 %"),
+}
+
+
+@pytest.mark.parametrize("what", DEVIATIONS)
+def test_a_condition_that_a_run_does_not_meet_is_told(tmp_path, what):
+    settings, facts, told = DEVIATIONS[what]
+    table = next(t for t in paper_tables.TABLES if t.number == "15-18")
+    store = make_run(tmp_path, {DENSE: same([1, 1, 1, 1])})
+    met, unmet = (
+        {check.what: check for check in paper_tables.checks(table, manifest)}
+        for manifest in (
+            store.manifest(),
+            store.manifest() | facts | {"settings": store.manifest()["settings"] | settings},
+        )
+    )
+    assert met[what].verdict == paper_tables.HOLDS and unmet[what].verdict == paper_tables.MISSED
+    assert unmet[what].run == told
+
+
+def test_what_a_run_does_not_record_does_not_hold(tmp_path):
+    """Runs from before the share of quantised parameters, the math backend and the engine were recorded."""
+    store = make_run(tmp_path, {DENSE: same([1, 1, 1, 1])})
+    manifest = {name: value for name, value in store.manifest().items() if name != "loaded"}
+    manifest["settings"] = {
+        name: value for name, value in manifest["settings"].items() if name not in ("math_sdpa", "kmeans_engine")
+    }
+    table = next(t for t in paper_tables.TABLES if t.number == "15-18")
+    found = {check.what: check for check in paper_tables.checks(table, manifest)}
+    for what in ("weights", "SDPA's math backend", "k-means engine"):
+        assert found[what].verdict == paper_tables.MISSED, what
+    assert found["weights"].run == "int8, of a share of the parameters that the run does not tell"
 
 
 def test_a_table_asks_for_its_methods_and_lengths(tmp_path):

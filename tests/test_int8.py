@@ -11,9 +11,13 @@ import torch
 from torch import nn
 
 import latent_santa
+from latent_santa.eval.cli import main
 from latent_santa.eval.errors import EvalError
+from latent_santa.eval.report import paper_tables
 from latent_santa.eval.run import int8, models
+from latent_santa.eval.run.store import Store
 
+from .eval_support import save_random_model
 from .fake_bitsandbytes import bitsandbytes
 from .tiny_models import generate, prompt, tiny_model
 
@@ -121,3 +125,25 @@ def test_other_families_are_quantised_whole(tmp_path: Path, name: str) -> None:
     loaded = models.load(models.ModelSpec(str(tmp_path), quant="int8", device="cpu"), None)
     assert loaded.facts["int8_parameters"] == loaded.facts["int8_meant"] > 0
     assert logits(loaded.model).isfinite().all()
+
+
+def test_a_run_records_the_share_and_its_report_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_random_model(tmp_path / "model")
+    run = ["ruler", "--model", str(model), "--tasks", "vt", "--length", "600", "--n", "1", "--methods", "dense"]
+    run += ["--floor", "0", "--no-plot", "--device", "cpu", "--quant", "int8", "--out", str(tmp_path / "out")]
+    assert main(run) == 0
+    loaded = Store(tmp_path / "out").manifest()["loaded"]
+    assert loaded["int8_parameters"] == loaded["int8_meant"] > 0
+    told = f"{100 * loaded['int8_parameters'] / loaded['parameters']:.1f} % of the parameters"
+    assert f"int8: {told} are in 8 bits" in capsys.readouterr().err
+    weights = {
+        check.what: check for check in paper_tables.checks(paper_tables.TABLES[-1], Store(tmp_path / "out").manifest())
+    }
+    assert weights["weights"].run == f"int8, {told}" and weights["weights"].verdict == paper_tables.HOLDS
+    assert weights["SDPA's math backend"].verdict == paper_tables.MISSED
+    assert main([*run, "--resume"]) == 0
+
+
+def test_the_math_backend_is_a_gpus(tmp_path: Path) -> None:
+    with pytest.raises(EvalError, match="--no-math-sdpa chooses between kernels of a GPU"):
+        models.ModelSpec(str(saved(tmp_path).name), device="cpu", math_sdpa=False).check()

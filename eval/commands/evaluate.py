@@ -235,6 +235,7 @@ def _model_settings(spec: models.ModelSpec, config: Any) -> dict[str, Any]:
         "quant": spec.quant,
         "device": spec.resolved_device().partition(":")[0],
         "device_map": spec.device_map,
+        "math_sdpa": spec.math_sdpa,
     }
 
 

@@ -107,6 +107,12 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = Non
     add("--device", type=word, default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     add("--device-map", type=word, help="auto: one model over several GPUs")
     add("--offline", action="store_true", help="local files and the hub cache only")
+    add(
+        "--math-sdpa",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="PyTorch's math kernel for dense attention on a GPU, if it chooses it; Appendix F disables it",
+    )
 
 
 def add_prompt_options(parser: argparse.ArgumentParser, length: int | None, shown: str = "%(default)s") -> Any:
@@ -210,7 +216,8 @@ def model_spec(args: argparse.Namespace, check: bool = True) -> ModelSpec:
     Raises:
         EvalError: options that cannot go together; nothing has been loaded yet.
     """
-    spec = ModelSpec(args.model, args.revision, args.dtype, args.quant, args.device, args.device_map, args.offline)
+    names = ("revision", "dtype", "quant", "device", "device_map", "offline", "math_sdpa")
+    spec = ModelSpec(args.model, **{name: getattr(args, name) for name in names})
     if check:
         spec.check()
     return spec

@@ -135,6 +135,29 @@ class Check:
     verdict: str
 
 
+def _kmeans_engine(settings: dict[str, Any]) -> str:
+    """The engine that a run's k-means had: "auto" is PyTorch's where the rows are on a GPU."""
+    engine = settings.get("kmeans_engine", "auto")
+    if engine != "auto":
+        return engine
+    return "sklearn" if settings.get("device") == "cpu" else "torch"
+
+
+def _weights(manifest: dict[str, Any] | None) -> tuple[str, bool]:
+    """A run's weights in words, and whether they are LLM.int8 as the paper's are, experts included."""
+    if manifest is None:
+        return "-", False
+    settings, loaded = manifest["settings"], manifest.get("loaded")
+    if settings.get("quant", "none") == "none":
+        return f"{settings.get('dtype', '-')}, not quantised", False
+    if loaded is None:
+        return f"{settings['quant']}, of a share of the parameters that the run does not tell", False
+    share = 100 * loaded["int8_parameters"] / loaded["parameters"]
+    whole = loaded["int8_parameters"] == loaded["int8_meant"] > 0
+    missed = "" if whole else f", of {100 * loaded['int8_meant'] / loaded['parameters']:.1f} %"
+    return f"{settings['quant']}, {share:.1f} % of the parameters{missed}", whole
+
+
 def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     """The conditions of a table against a run's manifest, or against nothing (every verdict is then unknown)."""
     settings: dict[str, Any] = dict(manifest["settings"]) if manifest else {}
@@ -160,7 +183,7 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
         lambda: settings["length"] == table.length and of_length(most or table.length, table.length),
     )
     add("tasks", " ".join(table.tasks), " ".join(get("tasks", ())), lambda: set(table.tasks) <= set(settings["tasks"]))
-    add("prompts a task", str(table.n), get("n"), lambda: settings["n"] == table.n)
+    add("prompts per task", str(table.n), get("n"), lambda: settings["n"] == table.n)
     wanted, had = {key for key, _, _ in numbers(table)}, {method_key(condition) for condition in conditions}
     add("methods", _names(wanted), _names(wanted & had), lambda: wanted <= had)
     ran = sorted({c.budget for c in conditions if method_key(c) in ("kmeans", "contiguous")})
@@ -177,16 +200,22 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     add("noise", "independent for each head", get("noise"), lambda: settings["noise"] == "independent")
     routing = settings.get("routing_dtype", "model")
     add("routing keys", "as in the cache", routing, lambda: routing == "model")
+    first = "the last prompt token again, through sparse attention"
+    add("first token", first, get("first_token"), lambda: settings["first_token"] == "replay")
+    engine = _kmeans_engine(settings)
+    add("k-means engine", "scikit-learn's MiniBatchKMeans", engine, lambda: engine == "sklearn")
+    add("k-means seed", "0", get("kmeans_seed"), lambda: settings["kmeans_seed"] == 0)
+    seeds = f"{get('seed', '-')}, {get('data_seed', '-')}"
+    weights, quantised = _weights(manifest)
     if latent:
-        replay = "replayed through sparse attention"
-        add("first token", replay, get("first_token"), lambda: settings["first_token"] == "replay")
-        add("weights", "LLM.int8 except kv_b_proj and lm_head", get("quant"), lambda: settings["quant"] == "int8")
+        add("weights", "LLM.int8 except kv_b_proj and lm_head", weights, lambda: quantised)
         add("precision of the cache", "bfloat16", get("dtype"), lambda: settings["dtype"] == "bfloat16")
-        seeds = (get("seed"), get("kmeans_seed"), get("data_seed"))
-        add("seeds: sampling, k-means, data", "0, 0, 42", ", ".join(map(str, seeds)), lambda: seeds == (0, 0, 42))
+        math = get("math_sdpa", True)
+        add("SDPA's math backend", "disabled", "enabled" if math else "disabled", lambda: not math)
+        add("seeds: sampling, data", "0, 42", seeds, lambda: seeds == "0, 42")
     else:
-        found.append(Check("first token", "not stated", str(get("first_token", "-")), UNKNOWN))
-        found.append(Check("weights", "not stated", f"{get('dtype', '-')}, quant {get('quant', '-')}", UNKNOWN))
+        found.append(Check("weights", "not stated", weights, UNKNOWN))
+        found.append(Check("seeds: sampling, data", "not stated", seeds, UNKNOWN))
     found.append(Check("answer prefix", "not stated", str(get("answer_prefix", "-")), UNKNOWN))
     found.append(
         Check(

@@ -14,7 +14,13 @@ from latent_santa.eval.run.store import Prompt, Store, differences
 from latent_santa.eval.sources import Request, load_samples
 
 # what a setting was in runs that were started before there was an option for it
-BEFORE_OPTIONS = {"batch_size": 1, "routing_dtype": "model", "draws": "independent", "template_options": "{}"}
+BEFORE_OPTIONS = {
+    "batch_size": 1,
+    "routing_dtype": "model",
+    "draws": "independent",
+    "template_options": "{}",
+    "math_sdpa": True,
+}
 
 
 def make_prompts(

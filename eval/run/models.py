@@ -23,7 +23,10 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is asked for. `device` "auto" is a GPU if there is one; `device_map` "auto" spreads one model over all."""
+    """What is asked for. `device` "auto" is a GPU if there is one; `device_map` "auto" spreads one model over all.
+
+    `math_sdpa` False forbids PyTorch's dense attention on a GPU to use its math backend, as Appendix F does.
+    """
 
     name: str
     revision: str | None = None
@@ -32,6 +35,7 @@ class ModelSpec:
     device: str = "auto"
     device_map: str | None = None
     offline: bool = False
+    math_sdpa: bool = True
 
     @property
     def tiny(self) -> bool:
@@ -72,6 +76,10 @@ class ModelSpec:
             except ImportError as error:
                 raise EvalError("--quant int8 needs bitsandbytes: pip install 'latent-santa[quant]'") from error
         check_device(self.device)
+        if not self.math_sdpa and not self.resolved_device().startswith("cuda"):
+            raise EvalError(
+                "--no-math-sdpa chooses between kernels of a GPU; give a --device that is one, or leave it out"
+            )
         if self.tiny and self.revision:
             raise EvalError(f"--revision {self.revision}: the tiny model comes with this package and has no revisions")
         if self.device_map and self.tiny:
@@ -256,6 +264,8 @@ def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
     if device.startswith("cuda:"):
         # Kernels are launched on the current device, whatever their tensors' device is.
         torch.cuda.set_device(device)
+    if not spec.math_sdpa:
+        torch.backends.cuda.enable_math_sdp(False)
     if spec.device_map:
         keywords["device_map"] = spec.device_map
     # a shape that differs is not an error of its own then, and is reported with the missing weights
