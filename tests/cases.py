@@ -127,7 +127,7 @@ def make_case(
     scale: float = 0.6,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Draw a case: ``lengths`` real prompt rows a sequence, ``hidden`` (sequence, suffix place) pairs are padding.
+    """Draw a case: ``lengths`` real prompt rows per sequence, ``hidden`` (sequence, suffix place) pairs are padding.
 
     ``"mla"`` rows are a content latent, which is the value too, and a rotary key; ``"gqa"`` rows a key and a value.
     """

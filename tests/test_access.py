@@ -157,7 +157,7 @@ def test_equation_14_by_hand():
 
 
 def test_equation_13_by_hand():
-    """A key a representative, a key and a value a row; SANTA: all keys, then a value a row."""
+    """A key per representative, a key and a value per row; after a scan: all keys, then a value per row."""
     ledger = AccessLedger()
     ledger.record(0, GQA_UNIT, *counts([[10, 4]], [[7, 5]], [[2, 2]], [[40, 40]]))
     assert ledger.percent == pytest.approx(100 * (14 + 2 * 16) / 160)

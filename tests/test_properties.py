@@ -56,7 +56,7 @@ def test_teams_partition_the_real_rows(drawn):
     for b in range(keys.shape[0]):
         for g in range(keys.shape[1]):
             lists = team_lists(teams, b, g)
-            # R teams a parent, or one a row where the parent is smaller
+            # R teams per parent, or one per row where the parent is smaller
             assert len(lists) == sum(min(representatives, size) for size in parent_sizes(parents, b, g))
             for rows, owner in lists:
                 assert owner in rows

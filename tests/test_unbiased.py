@@ -1,4 +1,4 @@
-"""The law of the estimators: many draws in one call, each draw a sequence with its own key.
+"""The law of the estimators: many draws in one call, a sequence with its own key per draw.
 
 Rows get one-hot values where the layout allows, so that every coordinate of the unnormalised sum is one row's weight
 and the test sees a bias of any row, not of a mixture.
@@ -79,7 +79,7 @@ def worst_z(case, k, estimator, noise, method):
 @pytest.mark.parametrize("method", ["santa++", "gumbel_rows"])
 @pytest.mark.parametrize("layout", ["gqa", "mla"])
 def test_both_sums_are_unbiased(layout, method, estimator, noise, suffix):
-    """Equations 6 to 9 and design.md's pooled form. Up to 69 coordinates, so 5 is far out for an unbiased sum."""
+    """Equations 6 to 9 and the pooled form. Up to 69 coordinates, so 5 is far out for an unbiased sum."""
     k = K + 2 if method == "gumbel_rows" else K
     assert worst_z(law_case(layout, suffix), k, estimator, noise, method) < 5
 
