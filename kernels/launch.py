@@ -165,8 +165,8 @@ class Launches:
             step=draw.step,
             blocks=b.blocks,
             found=b.found,
-            tau=b.thresholds[0],
-            kth=b.thresholds[1],
+            tau=b.tau,
+            kth=b.kth,
             layer=draw.layer,
             K=self.sampling.k,
             MP=padded,
@@ -188,8 +188,8 @@ class Launches:
         s, p, b = self.shapes, self.plan, self.buffers
         pool_kernel[(ceil_div(s.teams, p.pool_teams), s.batch * s.groups)](
             phi=b.phi,
-            tau=b.thresholds[0],
-            kth=b.thresholds[1],
+            tau=b.tau,
+            kth=b.kth,
             flags=b.flags,
             count=self.teams.count,
             pooled=b.pooled,
@@ -224,8 +224,8 @@ class Launches:
             list_teams=b.list_teams,
             list_bits=b.list_bits,
             part_out=b.part_out,
-            part_max=b.part_mass[0],
-            part_sum=b.part_mass[1],
+            part_max=b.part_max,
+            part_sum=b.part_sum,
             part_rows=b.part_rows,
             scale=self.step.scale,
             query0_strides=self.query[0].stride()[:3],
@@ -271,8 +271,8 @@ class Launches:
         counts = torch.empty(3, s.batch, s.groups, dtype=torch.int64, device=device)
         combine_kernel[(ceil_div(s.values, p.combine_values), s.heads, s.batch * s.groups)](
             part_out=b.part_out,
-            part_max=b.part_mass[0],
-            part_sum=b.part_mass[1],
+            part_max=b.part_max,
+            part_sum=b.part_sum,
             part_rows=b.part_rows,
             count=self.teams.count,
             out=out,

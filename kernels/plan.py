@@ -9,7 +9,7 @@ import torch
 
 from latent_santa.integers import ceil_div
 
-RUN = 8  # rowlist.py's
+RUN = 8  # neighbouring rows that stay in one share: a 32-byte sector of their team numbers
 
 
 def power(n: int, least: int = 1) -> int:

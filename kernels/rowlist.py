@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-RUN = tl.constexpr(8)  # neighbouring rows that stay in one share: a 32-byte sector of their team numbers
+from . import plan
+
+RUN = tl.constexpr(plan.RUN)
 
 
 @triton.jit

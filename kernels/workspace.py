@@ -31,12 +31,14 @@ class Buffers:
     blocks: Tensor
     found: Tensor
     pooled: Tensor
-    thresholds: Tensor
+    tau: Tensor
+    kth: Tensor
     list_rows: Tensor
     list_teams: Tensor
     list_bits: Tensor
     part_out: Tensor
-    part_mass: Tensor
+    part_max: Tensor
+    part_sum: Tensor
     part_rows: Tensor
 
     def bytes(self) -> int:
@@ -57,12 +59,14 @@ def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
         "blocks": (torch.int32, (q, h, candidate_blocks(k))),
         "found": (torch.int64, (q, h, candidates(k))),
         "pooled": (torch.float32, (q, padded)),
-        "thresholds": (torch.float32, (2, q, h)),
+        "tau": (torch.float32, (q, h)),
+        "kth": (torch.float32, (q, h)),
         "list_rows": (torch.int32, lists),
         "list_teams": (torch.int32, lists),
         "list_bits": (torch.int32, lists),
         "part_out": (torch.float32, (q, h, p.shares, s.values)),
-        "part_mass": (torch.float32, (2, q, h, p.shares)),
+        "part_max": (torch.float32, (q, h, p.shares)),
+        "part_sum": (torch.float32, (q, h, p.shares)),
         "part_rows": (torch.int32, (q, p.shares, 2)),
     }
 
