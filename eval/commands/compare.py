@@ -55,9 +55,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison and print its table."""
-    from rich.console import Console
-
     import latent_santa
+    from latent_santa.eval.report.outcomes import show
+    from latent_santa.eval.report.tables import output_console
     from latent_santa.eval.run import sizes
     from latent_santa.eval.run.comparison import Outcome, run_condition
     from latent_santa.eval.run.conditions import label
@@ -66,9 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.run.progress import Progress
     from latent_santa.eval.run.store import write_atomic
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)  # a table in a log is not folded to 80 columns
+    console = output_console()
     spec = model_spec(args)
     args.budgets, args.parents = args.budgets or BUDGETS[spec.tiny], args.parents or ["kmeans"]
     args.methods = ["dense", *(method for method in args.methods if method != "dense")]
@@ -107,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             bar.step(label(condition))
         bar.end_stage()
         layout = santa.layout
-    _print(console, spec, outcomes, len(ids), references, layout)
+    show(console, spec.name, len(ids), outcomes, references, layout)
     if args.json:
         record = {"model": spec.name, "prompt_tokens": len(ids), "outcomes": [o.as_dict() for o in outcomes]}
         write_atomic(args.json, json.dumps(record, indent=1))
@@ -127,45 +125,3 @@ def _prompt(args: argparse.Namespace, spec: Any, tokenizer: Any) -> tuple[list[i
     request = Request("builtin", (PLANTED[spec.tiny],), 1, args.length, start=args.prompt_number)
     sample = load_samples(request, renderer, spec.tiny).samples[0]
     return renderer.encode(sample.input, sample.answer_prefix), sample.references
-
-
-def _print(
-    console: Any, spec: Any, outcomes: list[Any], prompt_tokens: int, references: tuple[str, ...], layout: str
-) -> None:
-    from rich.table import Table
-
-    equation = "Equation 14" if layout == "mla" else "Equation 13"
-    table = Table(
-        title=f"{spec.name}, {prompt_tokens} prompt tokens. Reads of decoding in % of dense ({equation}), not time",
-        title_justify="left",
-    )
-    reads = ("routing", "union+suffix", "reads", "bytes")
-    for name in ("setting", "S", "K", *reads, "as dense", "attn error", "tokens/s"):
-        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
-    if references:
-        table.add_column("found", justify="right", no_wrap=True)
-    for o in outcomes:
-        cells = [
-            o.name + (" (all teams)" if o.full else ""),
-            "-" if o.budget is None else str(o.budget),
-            "-" if o.teams_per_head is None else str(o.teams_per_head),
-            *_reads(o.rows),
-            f"{o.agreement:.0f}%",
-            "-" if o.error is None else f"{o.error:.4f}",
-            f"{o.tokens_per_second:.1f}",
-        ]
-        if references:
-            cells.append(f"{sum(r.lower() in o.answer.lower() for r in references)}/{len(references)}")
-        table.add_row(*cells)
-    console.print(table)
-    for o in outcomes:
-        label = o.name if o.budget is None else f"{o.name}, S={o.budget}"
-        console.print(f"{label}: {o.answer.strip()!r}", markup=False, highlight=False)
-
-
-def _reads(rows: dict[str, Any]) -> list[str]:
-    """Routing, attention and all reads in percent of dense ones, and their bytes."""
-    if rows["percent"] is None:
-        return ["-"] * 4
-    parts = (rows["routing_read"], rows["row_read"], rows["numerator"])
-    return [*(f"{100 * part / rows['denominator']:.1f}" for part in parts), f"{rows['bytes_percent']:.1f}"]

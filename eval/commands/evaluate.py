@@ -15,8 +15,7 @@ from rich.console import Console
 from latent_santa.config import SantaConfig
 from latent_santa.eval.commands import options
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.report import tables
-from latent_santa.eval.report.paper_tables import MEAN
+from latent_santa.eval.report import screen, tables
 from latent_santa.eval.report.summary import data_statement, exit_code, write_reports
 from latent_santa.eval.run import freeze, models, sizes
 from latent_santa.eval.run.conditions import slug
@@ -167,7 +166,7 @@ class Evaluation:
         for condition in self.conditions:
             store.merge(slug(condition))
         summary, notes = write_reports(store, self.plot)
-        show(summary, store.directory, notes)
+        screen.show(store, summary, notes, tables.output_console())
         return exit_code(summary)
 
 
@@ -297,19 +296,3 @@ def dry_run(evaluation: Evaluation) -> int:
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     return 0
-
-
-def show(summary: dict[str, Any], directory: Path, notes: list[str]) -> None:
-    """Print the mean's table, or the only task's, and where the rest is."""
-    console = tables.output_console()
-    column = MEAN if len(summary["tasks"]) > 1 else summary["tasks"][0]
-    console.print(tables.terminal(summary, column))
-    console.print(f"Prompts: {summary['data']}.", markup=False, highlight=False)
-    for note in [*tables.notes(summary), *notes]:
-        console.print(f"- {note}", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"All tables: {directory / 'table.md'}; `latent-santa report {directory}` rebuilds them.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )

@@ -24,10 +24,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rebuild and show; the run's exit code."""
-    from latent_santa.eval.commands.evaluate import show
+    from latent_santa.eval.report.screen import show
     from latent_santa.eval.report.summary import exit_code, write_reports
+    from latent_santa.eval.report.tables import output_console
     from latent_santa.eval.run.store import Store
 
-    summary, notes = write_reports(Store(args.directory), args.plot)
-    show(summary, args.directory, notes)
+    store = Store(args.directory)
+    summary, notes = write_reports(store, args.plot)
+    show(store, summary, notes, output_console())
     return exit_code(summary)

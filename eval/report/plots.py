@@ -60,7 +60,8 @@ def access_accuracy(summary: dict[str, Any]) -> bytes:
     axes.set_xlabel("rows read, routing included (% of dense decoding)")
     axes.set_ylabel(f"accuracy (%), {summary['mean']}")
     axes.set_title(
-        f"{summary['model']}, {summary['length']} tokens, {summary['n']} prompts a task\n{summary['data']}", fontsize=9
+        f"{summary['model']}, {summary['length']} tokens, {summary['n']} prompts per task\n{summary['data']}",
+        fontsize=9,
     )
     axes.margins(x=0.1)
     axes.grid(alpha=0.3)

@@ -60,7 +60,7 @@ def cells(row: dict[str, Any], column: str, paper: bool, single: bool) -> list[s
 def title(summary: dict[str, Any], column: str) -> str:
     """What a table shows: its mean or task, and the prompts behind it."""
     name = summary["mean"] if column == MEAN else column
-    return f"{name}, {summary['n']} prompts a task at {summary['length']} tokens, {summary['model']}"
+    return f"{name}, {summary['n']} prompts per task at {summary['length']} tokens, {summary['model']}"
 
 
 def columns_of(summary: dict[str, Any]) -> list[str]:
@@ -187,17 +187,10 @@ def output_console() -> Console:
 
 
 def plain_table(heading: str, header: Sequence[str]) -> Table:
-    """An empty table with its first column on the left and the others on the right."""
-    table = Table(title=Text(heading), title_justify="left", box=box.SIMPLE_HEAD)
+    """An empty table: words on the left, which may be folded, and numbers on the right, which may not."""
+    table = Table(
+        title=Text(heading) if heading else None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    return table
-
-
-def terminal(summary: dict[str, Any], column: str) -> Table:
-    """One table for the terminal."""
-    paper = has_paper_values(summary)
-    table = plain_table(title(summary, column), [*COLUMNS, *(PAPER_COLUMNS if paper else ())])
-    for row in summary["conditions"]:
-        table.add_row(*cells(row, column, paper, summary["n"] == 1))
+        table.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=bool(i))
     return table

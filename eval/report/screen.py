@@ -1,0 +1,141 @@
+"""What a run says on a terminal of 80 columns: plain words, what they mean, one prompt's answers, and the files."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from latent_santa.eval.report.paper_tables import MEAN
+from latent_santa.eval.report.tables import plain_table, title
+from latent_santa.eval.run.store import Store
+
+KEPT = 95.0  # percent of dense's score that the sentence looks for
+FEW = 20  # prompts per task; with fewer, the sentence says so
+HOW_TO_READ = (
+    "score kept: of dense's score. rows read: cached rows that decoding read, routing included, of those that dense "
+    "decoding reads (Equation 13 or 14); logical access, not time or memory. score: ± half a 95 % interval."
+)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} %"
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """Every setting with what it keeps and what it reads, over all tasks. No number is cut at 80 columns."""
+    shown = plain_table("", ("Setting", "S", "score\nkept", "rows\nread", "score"))
+    for row in summary["conditions"]:
+        cell = row["cells"][MEAN]
+        score = cell["score"]
+        half = "" if summary["n"] == 1 or not score else f" ± {score['half']:.1f}"
+        shown.add_row(
+            row["name"],
+            str(row["S"] or "-"),
+            _percent(cell["retained"]),
+            _percent(cell["access"]),
+            f"{score['value']:.1f}{half}" if score else "-",
+        )
+    return shown
+
+
+def chosen(summary: dict[str, Any]) -> dict[str, Any] | None:
+    """The setting with the fewest rows of those that keep `KEPT` percent; where none does, the one that keeps most.
+
+    None while no sampled setting has a score to be compared with dense's.
+    """
+    rows = [row for row in summary["conditions"] if row["method"] != "dense"]
+    known = [row for row in rows if None not in (row["cells"][MEAN]["retained"], row["cells"][MEAN]["access"])]
+    enough = [row for row in known if row["cells"][MEAN]["retained"] >= KEPT]
+    if enough:
+        return min(enough, key=lambda row: row["cells"][MEAN]["access"])
+    return max(known, key=lambda row: row["cells"][MEAN]["retained"], default=None)
+
+
+def meaning(summary: dict[str, Any]) -> str:
+    """The table in a sentence or two, worked out from its numbers."""
+    row = chosen(summary)
+    if row is None:
+        dense = next((row["cells"][MEAN]["score"] for row in summary["conditions"] if row["method"] == "dense"), None)
+        if dense and dense["value"] == 0:
+            return "Dense attention scores 0 on these prompts, so there is no score to keep."
+        return "No sampled setting can be compared with dense yet."
+    cell = row["cells"][MEAN]
+    kept = "all" if cell["retained"] >= 100 else _percent(cell["retained"])
+    told = (
+        f"{row['name']} at S={row['S']} keeps {kept} of dense's score and reads {_percent(cell['access'])} of its rows."
+    )
+    if cell["retained"] < KEPT:
+        told = f"No setting keeps {KEPT:.0f} % of dense's score. The best: {told}"
+    span, n = cell["difference"], summary["n"]
+    if n > 1:
+        told += (
+            f" Its score minus dense's, on the same prompts: {span['value']:+.1f} points, 95 % interval "
+            f"{span['low']:+.1f} to {span['high']:+.1f}."
+        )
+    if n < FEW:
+        told += f" {n} {'prompt' if n == 1 else 'prompts'} per task {'is' if n == 1 else 'are'} a first look."
+    return told
+
+
+def answers(store: Store, summary: dict[str, Any]) -> Table | None:
+    """The first prompt that both have answered, under dense and under the sentence's setting."""
+    row = chosen(summary)
+    dense = next((row for row in summary["conditions"] if row["method"] == "dense"), None)
+    if row is None or dense is None:
+        return None
+    plain, sampled = store.results(dense["slug"]), store.results(row["slug"])
+    for prompt in store.prompts():
+        sample = prompt.sample
+        if not all("output" in found.get(sample.id, {}) for found in (plain, sampled)):
+            continue
+        question = " ".join(sample.input.split())[-150:]
+        lines = Table.grid(padding=(0, 2), pad_edge=False)
+        lines.title, lines.title_justify = (
+            Text(f"A prompt and its answers ({sample.id}, {prompt.n_tokens:,} tokens)"),
+            "left",
+        )
+        lines.add_column(no_wrap=True)
+        lines.add_column(overflow="fold")
+        for label, text in (
+            ("its end", f"... {question} {sample.answer_prefix}"),
+            ("wanted", ", ".join(sample.references)),
+            ("dense", plain[sample.id]["output"].strip()),
+            ("sampled", sampled[sample.id]["output"].strip()),
+        ):
+            lines.add_row(Text(label), Text(" ".join(text.split())))
+        return lines
+    return None
+
+
+def show(store: Store, summary: dict[str, Any], notes: list[str], console: Console) -> None:
+    """Print the run: table, meaning, answers, how to read them, warnings and notes, and where everything is."""
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(Text(text), style=style)
+
+    directory = store.directory
+    say(title(summary, MEAN))
+    console.print(table(summary))
+    say(meaning(summary), "bold")
+    console.print()
+    if (side_by_side := answers(store, summary)) is not None:
+        console.print(side_by_side)
+        console.print()
+    say(f"Prompts: {summary['data']}.")
+    say(HOW_TO_READ)
+    for warning in summary["warnings"]:
+        say(f"Warning: {warning}", "yellow")
+    for note in notes:
+        say(f"Note: {note}")
+
+    def path(label: str, text: str) -> None:  # never broken, so that it can be copied
+        console.print(f"{label} {text}", markup=False, highlight=False, soft_wrap=True)
+
+    if (directory / "access_accuracy.png").is_file():
+        path("Picture:   ", str(directory / "access_accuracy.png"))
+    path("All tables:", str(directory / "table.md"))
+    path("Rebuild:   ", f"latent-santa report {shlex.quote(str(directory))}")

@@ -1,0 +1,146 @@
+"""What a terminal of 80 columns shows: whole numbers, sentences worked out from them, answers side by side."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from latent_santa.eval.cli import main
+from latent_santa.eval.report import outcomes, screen, tables
+from latent_santa.eval.run.comparison import Outcome
+from latent_santa.eval.run.store import Store
+
+LONGEST = "SANTA++ contiguous 128/16 per head"
+
+
+def setting(name, budget, kept, read, score, half=10.25, difference=None):
+    """One entry of a summary's conditions, as far as screens read it."""
+    cell = {"retained": kept, "access": read, "score": None, "difference": None}
+    if score is not None:
+        cell["score"] = {"value": score, "half": half, "low": score - half, "high": score + half}
+        if name != "dense (SDPA)":
+            low, value, high = difference or (-9.0, -4.0, 1.0)
+            cell["difference"] = {"value": value, "half": 5.0, "low": low, "high": high}
+    method = "dense" if name.startswith("dense") else "santa++"
+    return {"name": name, "S": budget, "method": method, "slug": name, "cells": {"mean": cell}}
+
+
+def summary(*settings, n=4):
+    found = {"mean": "mean of 13 tasks", "n": n, "length": 131072, "model": "deepseek-ai/DeepSeek-V2-Lite-Chat"}
+    return found | {"conditions": [setting("dense (SDPA)", None, 100.0, 100.0, 80.0), *settings]}
+
+
+def printed(what, width=80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(what)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    return lines
+
+
+def test_no_number_of_a_run_is_cut_at_80_columns():
+    long = setting(LONGEST, 4096, 112.52, 105.31, 100.0)
+    lines = printed(screen.table(summary(long, setting(LONGEST, 8, None, None, None))))
+    (line,) = [line for line in lines if "4096" in line]
+    assert line.endswith("4096  112.5 %  105.3 %  100.0 ± 10.2  ")
+    assert LONGEST in line
+    missing = next(line for line in lines if line.split()[-4:] == ["8", "-", "-", "-"])
+    assert LONGEST in missing and not any("…" in line for line in lines)
+    alone = printed(screen.table(summary(long, n=1)))
+    assert not any("±" in line for line in alone)
+
+
+def test_the_sentence_names_the_fewest_rows_that_keep_the_score():
+    settings = (
+        setting("a", 512, 101.0, 80.0, 80.8),
+        setting("b", 128, 95.0, 41.24, 76.0, difference=(-9.0, -4.0, 1.0)),
+        setting("c", 64, 94.99, 20.0, 75.99),
+    )
+    told = screen.meaning(summary(*settings))
+    assert told.startswith("b at S=128 keeps 95.0 % of dense's score and reads 41.2 % of its rows.")
+    assert "-4.0 points, 95 % interval -9.0 to +1.0" in told and "4 prompts per task are a first look" in told
+    assert screen.meaning(summary(settings[0])).startswith("a at S=512 keeps all of dense's score and reads 80.0 %")
+    none = screen.meaning(summary(settings[2], setting("d", 8, 12.0, 5.0, 9.6)))
+    assert none.startswith("No setting keeps 95 % of dense's score. The best: c at S=64 keeps 95.0 %")
+    assert "interval" not in screen.meaning(summary(settings[1], n=1)) and "1 prompt per task is" in screen.meaning(
+        summary(settings[1], n=1)
+    )
+    assert "first look" not in screen.meaning(summary(settings[1], n=20))
+    zero = summary(setting("b", 8, None, 20.0, 0.0))
+    zero["conditions"][0] = setting("dense (SDPA)", None, None, 100.0, 0.0)
+    assert screen.meaning(zero).startswith("Dense attention scores 0")
+    assert "yet" in screen.meaning(summary()) and "yet" in screen.meaning(summary(setting("b", 8, None, None, None)))
+
+
+def outcome(name, budget, answer, tokens, percent, **changed) -> Outcome:
+    rows = {"percent": percent, "denominator": 1000, "bytes_percent": percent}
+    rows |= {"numerator": 10 * percent, "routing_read": 250, "row_read": 10 * percent - 250}
+    values = {"teams_per_head": 1024, "agreement": 100.0, "error": 0.0312, "full": False, "seconds": 1.0}
+    values |= {"peak_bytes": None, **changed}
+    return Outcome(name=name, budget=budget, answer=answer, tokens=tokens, rows=rows, **values)
+
+
+DENSE = outcome("dense (SDPA)", None, " 12, 34", [1, 2], 100.0, teams_per_head=None, error=None)
+SAMPLED = (
+    outcome(LONGEST, 4096, "12, 34", [1, 2], 87.5),
+    outcome("SANTA++ k-means 16/4 pooled", 128, "34 and 12", [2, 1], 40.5, agreement=0.0),
+    outcome("SANTA++ k-means 16/4 pooled", 8, "12 " * 60, [1] * 60, 27.25, agreement=1.6),
+)
+
+
+def test_no_number_of_a_comparison_is_cut_at_80_columns():
+    wanted = ["12", "34"]
+    lines = printed(outcomes.table((DENSE, *SAMPLED), wanted, 80))
+    text = " ".join(lines)
+    for numbers in (
+        "4096 1024 2/2 87.5 87.5 100% 0.0312",
+        "128 1024 2/2 40.5 40.5 0% 0.0312",
+        "8 1024 1/2 27.2 27.2 2%",
+    ):
+        assert any(numbers in " ".join(line.split()) for line in lines), (numbers, text)
+    assert "…" not in text and "routing" not in text
+    wide = printed(outcomes.table((DENSE, *SAMPLED), wanted, 140), 140)
+    assert any("87.5 25.0 62.5 87.5" in " ".join(line.split()) for line in wide)
+
+
+def test_a_comparison_says_what_reads_least_and_shows_every_answer():
+    every, wanted = (DENSE, *SAMPLED), ["12", "34"]
+    told = "SANTA++ k-means 16/4 pooled S=128 finds what dense finds and reads 40.5 % of its rows."
+    assert outcomes.meaning(every, wanted).startswith(told)
+    own = outcomes.meaning(every, [])
+    assert own.startswith(f"{LONGEST} S=4096 gives dense's whole answer and reads 87.5 %")
+    assert outcomes.meaning((DENSE, SAMPLED[2]), wanted) == "No sampled setting finds what dense finds."
+    assert outcomes.meaning((DENSE,), wanted) == ""
+    lines = printed(outcomes.answers(every, wanted))
+    text = " ".join(" ".join(line[36:] for line in lines).split())
+    assert text.count("the same") == 1 and text.startswith("12, 34 12, 34 the same 34 and 12")
+    assert all(" ".join(o.answer.split()) in text for o in (DENSE, *SAMPLED[1:]))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of the embedded model over two tasks."""
+    out = tmp_path_factory.mktemp("runs") / "a run"
+    options = "--tasks single,fwe --length 400 --n 2 --budgets 8,32 --estimators pooled --parents contiguous".split()
+    assert main(["ruler", "--model", "builtin:tiny", "--out", str(out), *options]) == 0
+    return out
+
+
+def test_a_report_shows_answers_and_paths_on_80_columns(run, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "output_console", lambda: Console(width=80))
+    capsys.readouterr()
+    assert main(["report", str(run)]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads((run / "summary.json").read_text())
+    words = " ".join(shown.split())
+    assert screen.meaning(found) in words and f"latent-santa report '{run}'" in words
+    assert f"Picture: {run / 'access_accuracy.png'}" in words
+    first = Store(run).prompts()[0].sample
+    assert f"({first.id}," in words and ", ".join(first.references) in words
+    chosen = screen.chosen(found)
+    for slug in ("dense", chosen["slug"]):
+        answer = Store(run).results(slug)[first.id]["output"]
+        assert "".join(answer.split()) in "".join(shown.split())
