@@ -12,6 +12,7 @@ import torch
 from latent_santa.eval.run.comparison import common_start
 
 NEW_TOKENS = 8
+BUDGET = 128
 DRAFT_TOKENS = 3
 
 
@@ -58,11 +59,12 @@ def run_checks(model: Any, ids: list[int]) -> Iterator[Check]:
             found, found_logits = _generate(model, prompt)
             yield _same(f"K >= M equals dense ({estimator})", tokens, logits, found, found_logits)
         santa.reset()
-        santa.configure(budget=128, estimator="per_head")
+        santa.configure(budget=BUDGET, estimator="per_head")
         _generate(model, prompt)
-        yield Check("a budget of 128 samples", santa.sparse_calls > 0, f"{santa.sparse_calls} sparse calls")
-        percent = santa.access.percent
-        yield Check("rows are counted", percent == percent, f"{percent:.1f} % of dense at S=128")
+        sampled = _samples(santa, len(ids))
+        yield sampled
+        percent, teams = santa.access.percent, "" if sampled.passed else ", with every team"
+        yield Check("rows are counted", percent == percent, f"{percent:.1f} % of dense at S={BUDGET}{teams}")
         santa.configure(method="dense")
         found, found_logits = _generate(model, prompt)
         identical = found == tokens and torch.equal(found_logits, logits)
@@ -74,6 +76,15 @@ def run_checks(model: Any, ids: list[int]) -> Iterator[Check]:
     again, again_logits = _generate(model, prompt)
     identical = again == tokens and torch.equal(again_logits, logits)
     yield Check("unpatching restores outputs", identical, "bit-equal" if identical else "not bit-equal")
+
+
+def _samples(santa: Any, length: int) -> Check:
+    """Whether calls of the budget left teams out. A prompt with no more than K teams gives nothing to sample."""
+    name, sparse = f"a budget of {BUDGET} samples", santa.sparse_calls
+    left_out = sparse - santa.full_calls
+    if sparse and not left_out:
+        return Check(name, None, f"{length} tokens have too few teams to leave any out; give a longer prompt")
+    return Check(name, sparse > 0, f"{left_out} of {sparse} sparse calls leave teams out")
 
 
 def _all_teams(ids: list[int], config: Any) -> int:
