@@ -60,6 +60,8 @@ def reason_not(step: DecodeStep, sampling: Sampling) -> str | None:
     """
     if step.teams is None:
         return "this step has no teams: the kernels sample teams"
+    if sampling.parents is not None:
+        return "routing in two stages has no kernels yet"
     values = step.rows.values
     return (
         unavailable(values.device)

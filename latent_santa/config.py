@@ -14,6 +14,8 @@ from .methods import METHODS
 Parents = Literal["kmeans", "contiguous"]
 Estimator = Literal["per_head", "pooled"]
 Noise = Literal["independent", "shared"]
+Routing = Literal["one_stage", "two_stage"]
+ParentSummary = Literal["mean", "isotropic", "diagonal"]
 Draws = Literal["independent", "systematic"]
 KMeansEngine = Literal["auto", "sklearn", "torch"]
 RoutingDtype = Literal["model", "int8", "int4"]
@@ -23,12 +25,14 @@ _LITERALS: dict[str, Any] = {
     "parents": Parents,
     "estimator": Estimator,
     "noise": Noise,
+    "routing": Routing,
+    "parent_summary": ParentSummary,
     "draws": Draws,
     "kmeans_engine": KMeansEngine,
     "routing_dtype": RoutingDtype,
     "first_token": FirstToken,
 }
-POSITIVE = ("parent_size", "representatives", "budget")
+POSITIVE = ("parent_size", "representatives", "budget", "parents_per_head")
 NON_NEGATIVE = ("seed", "kmeans_seed")
 
 
@@ -54,6 +58,11 @@ class SantaConfig:
         estimator: ``"per_head"`` lets a head use the teams it selected (the paper); ``"pooled"`` lets every head of a
             sharing group use every team of the union, with one inclusion correction per team.
         noise: ``"independent"`` draws for each head, or one draw ``"shared"`` by the heads of a group.
+        routing: ``"one_stage"`` scores every representative (the paper); ``"two_stage"`` samples parents first and
+            scores the representatives of sampled parents only (:mod:`latent_santa.two_stage`).
+        parents_per_head: K1 of two stages, parents that each head samples first; K of Equation 5 is then K2.
+        parent_summary: what stands for a parent in the first stage: its ``"mean"`` key, or also its keys' spread around
+            it, equal in all dimensions (``"isotropic"``, one number more) or not (``"diagonal"``, one vector more).
         draws: how ``"santa"`` draws its S rows: ``"independent"``, or ``"systematic"`` from one uniform per head.
         seed: base seed of the sampling noise, below 2**64.
         kmeans_seed: seed of the k-means parents, below 2**32.
@@ -77,6 +86,9 @@ class SantaConfig:
     budget: int = 512
     estimator: Estimator = "per_head"
     noise: Noise = "independent"
+    routing: Routing = "one_stage"
+    parents_per_head: int = 64
+    parent_summary: ParentSummary = "mean"
     draws: Draws = "independent"
     seed: int = 0
     kmeans_seed: int = 0

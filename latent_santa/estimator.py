@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .integers import ceil_div
 from .rows import Rows, scores
-from .sampling import Selection, routing_scores, select, take_all
+from .sampling import Selection, listed
 from .step import DecodeStep, Output, Sampling
 from .teams import Teams
+from .two_stage import select_teams
 
 # more rows of the union than these are copied in float32 in two halves: decoding's memory peaks there
 ROWS_AT_ONCE = 2048
@@ -22,15 +23,9 @@ ROWS_AT_ONCE = 2048
 
 def sampled_attention(step: DecodeStep, sampling: Sampling) -> Output:
     """SANTA++ for one decoding step of one layer (Algorithm 1), or its pooled form."""
-    teams = step.teams
-    assert teams is not None, "this estimator samples teams"
-    if teams.M <= sampling.k:  # line 4, for all sequences of the batch
-        picked = take_all(teams.sizes > 0)
-    else:
-        phi = routing_scores(step.query, teams, step.scale)
-        gumbels = step.draw.gumbels(step.groups, step.heads, teams.M, sampling.shared)
-        picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
-    out, lse, union = attend_selected(step, teams, picked, step.heads * sampling.k)
+    picked = select_teams(step, sampling)  # lines 3-11
+    assert step.teams is not None
+    out, lse, union = attend_selected(step, step.teams, picked, step.heads * sampling.k)
     return Output(out, lse, picked.routing, union, step.suffix.counts(step.batch)[:, None].expand(-1, step.groups))
 
 
@@ -48,7 +43,7 @@ def attend_selected(
     Returns:
         ``out (B, G, H, V)``, ``lse (B, G, H)`` and the union's row counts ``(B, G)``.
     """
-    index = union_rows(picked.union, teams, teams.most_rows(most_teams))  # line 13, without E
+    index = listed(picked.union, teams.team_of_row, teams.most_rows(most_teams))  # line 13, without E
     team = teams.team_of_row.long().gather(2, index.clamp_min(0)).clamp_min(0)
     log_c = picked.log_correction.gather(3, team[:, :, None].expand(-1, -1, picked.log_correction.shape[2], -1))
     log_c = log_c.masked_fill((index < 0)[:, :, None], torch.inf)
@@ -66,16 +61,6 @@ def attend_selected(
     halves = zip(index.split(at_once, -1), log_c.split(at_once, -1), strict=True)
     out, lse = _added([sums(*half, with_suffix=number == 0) for number, half in enumerate(halves)])
     return out, lse, (index >= 0).sum(-1)
-
-
-def union_rows(union: Tensor, teams: Teams, capacity: int) -> Tensor:
-    """Row list of the selected teams, read once for all heads: ``(B, G, capacity)`` int64, rising, -1 unused."""
-    team = teams.team_of_row.long()
-    wanted = union.gather(2, team.clamp_min(0)) & (team >= 0)
-    place = torch.where(wanted, wanted.cumsum(-1) - 1, capacity)
-    index = torch.arange(team.shape[-1], device=team.device).expand_as(team)
-    rows = torch.full((*team.shape[:2], capacity + 1), -1, dtype=torch.int64, device=team.device)
-    return rows.scatter_(2, place, index)[..., :capacity]
 
 
 def dense_attention(

@@ -56,6 +56,10 @@ class PlainKeys:
         """``(B, G, M, D)`` in float32, or in float64 where the cache is."""
         return self.codes if self.codes.dtype == torch.float64 else self.codes.float()
 
+    def take(self, index: Tensor) -> PlainKeys:
+        """The keys of the teams ``index (B, G, T)`` int64."""
+        return PlainKeys(_picked(self.codes, index))
+
     def mapped(self, change: Callable[[Tensor], Tensor]) -> PlainKeys:
         """The keys after ``change``, which may touch batch and group alone."""
         return PlainKeys(change(self.codes))
@@ -131,6 +135,10 @@ class CodedKeys:
         values = codes.unflatten(-1, (-1, self.group)).float() * self.scales[..., None].float()
         return values.flatten(-2)
 
+    def take(self, index: Tensor) -> CodedKeys:
+        """The keys of the teams ``index (B, G, T)`` int64."""
+        return replace(self, codes=_picked(self.codes, index), scales=_picked(self.scales, index))
+
     def mapped(self, change: Callable[[Tensor], Tensor]) -> CodedKeys:
         """The keys after ``change``, which may touch batch and group alone."""
         center = None if self.center is None else change(self.center)
@@ -149,6 +157,10 @@ class CodedKeys:
 
 
 RoutingKeys = PlainKeys | CodedKeys
+
+
+def _picked(part: Tensor, index: Tensor) -> Tensor:
+    return part.gather(2, index[..., None].expand(-1, -1, -1, part.shape[-1]))
 
 
 def scale_group(dims: int, routing_dtype: str) -> int:

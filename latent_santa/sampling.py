@@ -93,3 +93,22 @@ def _pooled_correction(phi: Tensor, selected: Tensor, union: Tensor, tau: Tensor
     joint = margin.amax(2, keepdim=True) if shared else margin.logsumexp(2, keepdim=True)
     unused = ~union[:, :, None]
     return log_inclusion(joint.masked_fill(unused, 0.0)).masked_fill(unused, torch.inf)
+
+
+def listed(chosen: Tensor, owner: Tensor, capacity: int) -> Tensor:
+    """What belongs to chosen owners, as a list: rows of teams, or teams of parents.
+
+    Args:
+        chosen: ``(B, G, M)`` bool, owners that are read.
+        owner: ``(B, G, N)`` integers, the owner of each item; -1 for none.
+        capacity: length of the list, at least the number of items.
+
+    Returns:
+        ``(B, G, capacity)`` int64 places of items, rising, then -1.
+    """
+    owner = owner.long()
+    wanted = chosen.gather(2, owner.clamp_min(0)) & (owner >= 0)
+    place = torch.where(wanted, wanted.cumsum(-1) - 1, capacity)
+    index = torch.arange(owner.shape[-1], device=owner.device).expand_as(owner)
+    items = torch.full((*owner.shape[:2], capacity + 1), -1, dtype=torch.int64, device=owner.device)
+    return items.scatter_(2, place, index)[..., :capacity]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ahead import Ahead
+from .ahead import PARENTS, TEAMS, Ahead
 from .noise import gumbel_noise
 from .rows import Rows
 from .teams import Teams
@@ -31,9 +31,16 @@ class Draw:
 
     def gumbels(self, groups: int, heads: int, teams: int, shared: bool) -> Tensor:
         """The step's Gumbel noise, ``(B, G, H, M)`` float32."""
-        if self.ahead is not None and self.ahead.serves(self.layer, teams):
-            return self.ahead.gumbels(self.key, self.step, self.layer, groups, heads, shared)[..., :teams]
-        return gumbel_noise(self.key, self.step, self.layer, groups, heads, teams, shared)
+        return self._drawn(TEAMS, groups, heads, teams, shared)
+
+    def parent_gumbels(self, groups: int, heads: int, parents: int, shared: bool) -> Tensor:
+        """Gumbel noise of a first stage over parents, ``(B, G, H, C)`` float32, independent of the teams' noise."""
+        return self._drawn(PARENTS, groups, heads, parents, shared)
+
+    def _drawn(self, of: int, groups: int, heads: int, count: int, shared: bool) -> Tensor:
+        if self.ahead is not None and self.ahead.serves(of, self.layer, count):
+            return self.ahead.gumbels(of, self.key, self.step, self.layer, groups, heads, shared)[..., :count]
+        return gumbel_noise(self.key, self.step, self.layer + of, groups, heads, count, shared)
 
 
 @dataclass(frozen=True)
@@ -101,11 +108,13 @@ class Sampling:
         k: K teams per head, before the cap by the number of teams (Equation 5).
         estimator: ``"per_head"`` or ``"pooled"``.
         noise: ``"independent"`` or ``"shared"``.
+        parents: K1 parents per head that a first stage samples, or None for routing in one stage.
     """
 
     k: int
     estimator: str = "per_head"
     noise: str = "independent"
+    parents: int | None = None
 
     @property
     def pooled(self) -> bool:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .parent_records import ParentRecords
+from .partition import Partition, renumbered, wide
 from .routing_keys import PlainKeys, RoutingKeys
 from .rows import Rows
 
@@ -32,6 +34,7 @@ class Teams:
             decoding can make room without a synchronisation.
         routing_keys: parts ``(B, G, M, D_i)``: frozen copies of the representatives' keys, or mean keys for centroid
             routing, in the cache's dtype or in integer codes; empty until they are copied from a cache.
+        parents: what two-stage routing keeps of the parents, or None.
     """
 
     sizes: Tensor
@@ -40,6 +43,7 @@ class Teams:
     representative: Tensor
     row_bound: list[int]
     routing_keys: tuple[RoutingKeys, ...] = ()
+    parents: ParentRecords | None = None
 
     @property
     def length(self) -> int:
@@ -58,7 +62,8 @@ class Teams:
     def bytes(self) -> int:
         """Memory of the records beside the cache, in bytes."""
         tensors = (self.sizes, self.count, self.team_of_row, self.representative)
-        return sum(t.numel() * t.element_size() for t in tensors) + sum(part.bytes() for part in self.routing_keys)
+        held = sum(t.numel() * t.element_size() for t in tensors) + sum(part.bytes() for part in self.routing_keys)
+        return held + (0 if self.parents is None else self.parents.bytes())
 
     def split(self, parts: int) -> list[Teams]:
         """Records of ``parts`` equal stretches of the batch, as views."""
@@ -78,6 +83,7 @@ class Teams:
             representative=change(self.representative),
             row_bound=self.row_bound,
             routing_keys=tuple(part.mapped(change) for part in self.routing_keys),
+            parents=None if self.parents is None else self.parents.mapped(change),
         )
 
     def select_batch(self, index: Tensor) -> Teams:
@@ -105,7 +111,7 @@ def build_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
     flat = parents.flatten(0, 1)
     b, is_representative = assign_rows(points.flatten(0, 1), flat, representatives)
     # lines 15-17: team u of parent C holds the rows of C with b_i = u; parent after parent, empty ones have no rows
-    team, count = _renumber(torch.where(flat >= 0, flat * representatives + b, -1))
+    team, count = renumbered(torch.where(flat >= 0, flat * representatives + b, -1))
     team, count = team.view(batch, groups, length), count.view(batch, groups)
     most = _most(count)
     place = torch.where(is_representative.view(batch, groups, length), team, most)
@@ -129,7 +135,7 @@ def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[
         ``b (Q, N)`` int64, the place u - 1 of the representative that owns a row (-1 without a parent), and
         ``(Q, N)`` bool, rows that are representatives.
     """
-    groups = _Parents(parents)
+    groups = Partition(parents)
     rows = points.shape[1]
     mu = groups.mean(points)  # line 5
     from_mu = _squared_distances(points, mu, groups.slot.clamp_max(max(groups.slots - 1, 0)))
@@ -165,8 +171,8 @@ def freeze_representatives(teams: Teams, rows: Rows) -> Teams:
 def build_centroids(rows: Rows, parents: Tensor) -> Teams:
     """Clusters routed by their mean key (Appendix B.2): every parent is one group, all of its rows members."""
     batch, groups, length = parents.shape
-    team, count = _renumber(parents.flatten(0, 1))
-    cluster = _Parents(team)
+    team, count = renumbered(parents.flatten(0, 1))
+    cluster = Partition(team)
     means = []
     for part in rows.keys:
         mean = cluster.mean(part.flatten(0, 1).float())[: cluster.slots]
@@ -195,22 +201,15 @@ def join_teams(first: Teams, second: Teams) -> Teams:
     team = torch.where(old >= 0, old, torch.where(new >= 0, new + offset, -1))
     representative = merge(first.representative[..., None], second.representative[..., None], -1)[..., 0]
     pairs = zip(first.routing_keys, second.routing_keys, strict=True)
-    return _records(team, count, most, representative, tuple(one.merged(two, merge) for one, two in pairs))
+    joined = _records(team, count, most, representative, tuple(one.merged(two, merge) for one, two in pairs))
+    if first.parents is None or second.parents is None:
+        return joined
+    return replace(joined, parents=first.parents.joined(second.parents, offset, most))
 
 
 def _most(count: Tensor) -> int:
     """M of records with ``count (B, G)`` teams."""
     return max(int(count.max()), 1)
-
-
-def _renumber(label: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace each partition's labels ``(Q, N)`` by 0, 1, ... in rising order; also return how many, ``(Q,)``."""
-    width = int(label.max()) + 1
-    used = torch.zeros(label.shape[0], width + 1, dtype=torch.int64, device=label.device)
-    used.scatter_(1, torch.where(label >= 0, label, width), 1)
-    used[:, width] = 0
-    number = used.cumsum(1) - 1
-    return torch.where(label >= 0, number.gather(1, label.clamp_min(0)), -1), used.sum(1)
 
 
 def _records(
@@ -224,40 +223,8 @@ def _records(
     return Teams(sizes.int(), count.int(), team.int(), representative, row_bound, keys)
 
 
-class _Parents:
-    """Reductions over the parents of Q flattened partitions, whose parent numbers run through the batch."""
-
-    def __init__(self, parents: Tensor) -> None:
-        self.member = parents >= 0
-        width = int(parents.max()) + 1 if parents.numel() else 0
-        offset = torch.arange(parents.shape[0], device=parents.device)[:, None] * width
-        self.slots = parents.shape[0] * width
-        self.slot = torch.where(self.member, parents + offset, self.slots)  # one dump slot for rows without a parent
-        self.sizes = torch.zeros(self.slots + 1, dtype=torch.int64, device=parents.device)
-        self.sizes.scatter_add_(0, self.slot.flatten(), self.member.flatten().long())
-
-    def mean(self, points: Tensor) -> Tensor:
-        """Each parent's mean point, ``(slots + 1, D)``, summed in token order so that no batch changes it."""
-        order = torch.argsort(self.slot.flatten(), stable=True)
-        order = order[: int(self.sizes.sum())]
-        sizes = self.sizes.clone()
-        return torch.segment_reduce(_wide(points.flatten(0, 1)[order]), "mean", lengths=sizes, axis=0, unsafe=True)
-
-    def first_extreme(self, value: Tensor, allowed: Tensor, largest: bool) -> Tensor:
-        """Each parent's row of extreme value among the allowed, the lowest index on ties; N where none is allowed."""
-        rows = value.shape[1]
-        worst = torch.full_like(value, -torch.inf if largest else torch.inf)
-        value = torch.where(allowed, value, worst)
-        best = value.new_full((self.slots + 1,), -torch.inf if largest else torch.inf)
-        best.scatter_reduce_(0, self.slot.flatten(), value.flatten(), "amax" if largest else "amin")
-        index = torch.arange(rows, device=value.device).expand_as(value)
-        index = torch.where(allowed & (value == best[self.slot]), index, rows)
-        first = index.new_full((self.slots + 1,), rows)
-        return first.scatter_reduce_(0, self.slot.flatten(), index.flatten(), "amin")
-
-
 def _squared_distances(points: Tensor, centers: Tensor, index: Tensor) -> Tensor:
-    """Squared Euclidean distance of each row to one center, ``(Q, N)`` in :func:`_wide` precision.
+    """Squared Euclidean distance of each row to one center, ``(Q, N)`` in the precision of ``wide``.
 
     Direct differences, which lose nothing to cancellation, in pieces that bound the memory.
 
@@ -275,10 +242,5 @@ def _squared_distances(points: Tensor, centers: Tensor, index: Tensor) -> Tensor
             own = centers[wanted]
         else:
             own = centers.gather(1, wanted[..., None].expand(-1, -1, centers.shape[-1]))
-        pieces.append((_wide(rows) - _wide(own)).square_().sum(-1))
+        pieces.append((wide(rows) - wide(own)).square_().sum(-1))
     return torch.cat(pieces, 1)
-
-
-def _wide(points: Tensor) -> Tensor:
-    """Points in the precision of distances: float64 if they have it, else float32."""
-    return points if points.dtype == torch.float64 else points.float()

@@ -102,7 +102,9 @@ class TeamLayer(DynamicLayer):
         """What this layer's noise depends on."""
         teams = self.grouped.teams
         held = self.get_seq_length() and teams is not None
-        return Need(self.keys.device, self.keys.shape[1], teams.M) if held and teams else Need(CPU, 0, 0)
+        if not held or teams is None:
+            return Need(CPU, 0, 0, 0)
+        return Need(self.keys.device, self.keys.shape[1], teams.M, 0 if teams.parents is None else teams.parents.C)
 
     def _set(self, keys: Tensor | None, values: Tensor | None) -> None:
         self.keys, self.values, self._own = keys, values, keys

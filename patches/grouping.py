@@ -10,7 +10,8 @@ from torch import Tensor
 
 from latent_santa.config import SantaConfig
 from latent_santa.methods import METHODS
-from latent_santa.routing_keys import quantise_parts
+from latent_santa.parent_records import ParentRecords
+from latent_santa.routing_keys import RoutingKeys, quantise_parts
 from latent_santa.teams import Teams, join_teams
 
 from .cache_layer import Grouped, TeamLayer
@@ -61,9 +62,20 @@ def _extended(
     """The old records with one more grouped span; rows between the two stay an exact span."""
     between = ((old.stop, start),) if start > old.stop else ()
     if teams is not None:
-        earlier = None if old.teams is None else old.teams.routing_keys
-        keys = quantise_parts(teams.routing_keys, config.routing_dtype, teams.sizes > 0, earlier)
-        teams = replace(teams, routing_keys=keys)
+        teams = _coded(teams, old.teams, config)
         if old.teams is not None:
             teams = join_teams(old.teams, teams)
     return Grouped(teams, stop, (*old.exact, *between), config.grouping, seen)
+
+
+def _coded(teams: Teams, earlier: Teams | None, config: SantaConfig) -> Teams:
+    """The teams with what routing reads in the configured representation, like ``earlier`` teams of the layer."""
+
+    def coded(new: Teams | ParentRecords, old: Teams | ParentRecords | None, keys: str) -> tuple[RoutingKeys, ...]:
+        held = None if old is None else getattr(old, keys)
+        return quantise_parts(getattr(new, keys), config.routing_dtype, new.sizes > 0, held)
+
+    parents = teams.parents
+    if parents is not None:
+        parents = replace(parents, keys=coded(parents, None if earlier is None else earlier.parents, "keys"))
+    return replace(teams, routing_keys=coded(teams, earlier, "routing_keys"), parents=parents)

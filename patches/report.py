@@ -60,6 +60,8 @@ def _described(config: SantaConfig) -> str:
         parts.append(f"S={config.budget} (K={config.teams_per_head})")
     if "estimator" in used:
         parts.append(config.estimator)
+    if used.get("routing") == "two_stage":
+        parts.append(f"two-stage routing (K1={config.parents_per_head}, {config.parent_summary})")
     if "noise" in used:
         parts.append(f"{config.noise} noise")
     return ", ".join(parts)

@@ -12,10 +12,11 @@ import torch
 from latent_santa import estimator as operator_module
 from latent_santa import naive as ref
 from latent_santa.ahead import Ahead, Need
-from latent_santa.estimator import dense_attention, sampled_attention, union_rows
+from latent_santa.estimator import dense_attention, sampled_attention
 from latent_santa.parents import contiguous_parents
 from latent_santa.routing_keys import PlainKeys
 from latent_santa.rows import Rows, scores
+from latent_santa.sampling import listed
 from latent_santa.step import Sampling, Suffix
 from latent_santa.teams import build_centroids
 
@@ -281,7 +282,7 @@ def test_invisible_suffix_rows_change_nothing():
 def test_draws_made_beforehand(noise):
     """Draws made with other layers', which have more teams, are the layer's own."""
     case = make_case("gqa", heads=3, groups=2, lengths=(20, 9), suffix=1, seed=2)
-    ahead = Ahead([Need(case.draw.key.device, 2, teams) for teams in (40, 40, 40, case.teams.M, 40)])
+    ahead = Ahead([Need(case.draw.key.device, 2, teams, teams) for teams in (40, 40, 40, case.teams.M, 40)])
     given = replace(case, draw=replace(case.draw, ahead=ahead))
     for estimator in ("per_head", "pooled"):
         own, other = case.run(3, estimator, noise), given.run(3, estimator, noise)
@@ -321,7 +322,7 @@ def test_suffix_need_not_be_the_last_rows():
     assert moved.union.equal(still.union) and moved.suffix.equal(still.suffix)
 
 
-def test_union_rows_compacts():
+def test_listed_rows_are_compact():
     case = make_case("gqa", groups=2, lengths=(21, 34, 9), seed=0)
     generator = torch.Generator().manual_seed(0)
     union = torch.rand(*case.teams.sizes.shape, generator=generator) < 0.4
@@ -329,7 +330,7 @@ def test_union_rows_compacts():
     team = case.teams.team_of_row
     held = (case.teams.sizes * union).sum(-1)
     for capacity in (int(held.max()), 34, 60):
-        rows = union_rows(union, case.teams, capacity)
+        rows = listed(union, case.teams.team_of_row, capacity)
         assert rows.shape == (3, 2, capacity) and rows.dtype == torch.int64
         for b, g in itertools.product(range(3), range(2)):
             wanted = [i for i, t in enumerate(team[b, g].tolist()) if t >= 0 and union[b, g, t]]

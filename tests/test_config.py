@@ -131,11 +131,12 @@ OTHER = {
     "parents": "contiguous", "parent_size": 32, "representatives": 8, "budget": 256, "estimator": "pooled",
     "noise": "shared", "seed": 5, "kmeans_seed": 6, "kmeans_engine": "torch", "backend": "torch",
     "routing_dtype": "int4", "draws": "systematic",
+    "routing": "two_stage", "parents_per_head": 3, "parent_summary": "diagonal",
     "first_token": "dense",
 }  # fmt: skip
 SHAPES_TEAMS = [
-    ({}, {"parents", "parent_size", "representatives", "kmeans_seed", "kmeans_engine", "routing_dtype"}),
-    ({"parents": "contiguous"}, {"parents", "parent_size", "representatives", "routing_dtype"}),
+    ({}, {"parents", "parent_size", "representatives", "kmeans_seed", "kmeans_engine", "routing_dtype", "routing"}),
+    ({"parents": "contiguous"}, {"parents", "parent_size", "representatives", "routing_dtype", "routing"}),
     ({"method": "centroid"}, {"parents", "parent_size", "kmeans_seed", "kmeans_engine", "routing_dtype"}),
     ({"method": "santa"}, set()),
     ({"method": "dense"}, set()),

@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from latent_santa import estimator as estimator_module
+from latent_santa import two_stage
 from latent_santa.estimator import dense_attention
 from latent_santa.noise import noise_keys
-from latent_santa.rows import Rows
+from latent_santa.rows import Rows, scores
 from latent_santa.sampling import log_inclusion
 from latent_santa.step import Draw, Suffix
 
@@ -115,7 +115,7 @@ def other_noise_mode(phi, noise, picked, k, shared):
     return attention_select(phi, noise, k, "pooled", not shared).log_correction
 
 
-attention_select = estimator_module.select
+attention_select = two_stage.select
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_wrong_corrections_show(monkeypatch, estimator, noise, wrong):
         picked = attention_select(phi, draws, k, estimator, shared)
         return replace(picked, log_correction=wrong(phi, draws, picked, k, shared))
 
-    monkeypatch.setattr(estimator_module, "select", select)
+    monkeypatch.setattr(two_stage, "select", select)
     assert worst_z(law_case("gqa", True), K, estimator, noise, "santa++") > 8
 
 
@@ -197,7 +197,7 @@ def test_selected_sets_follow_plackett_luce(method):
     """Gumbel-top-K is successive sampling by exp(phi): chi-square over all ten pairs of five rows, for each head."""
     case = row_teams(one_hot(make_case("gqa", heads=5, lengths=(5,), seed=6, scale=0.5)), 5)
     used = used_rows(case, 2, method, 3)
-    logits = estimator_module.scores(case.query, case.rows.keys, case.scale)[0, 0].double()
+    logits = scores(case.query, case.rows.keys, case.scale)[0, 0].double()
     for h in range(5):
         law = plackett_luce(logits[h].exp().tolist(), 2)
         assert sum(law.values()) == pytest.approx(1)
@@ -215,7 +215,7 @@ def test_team_sets_follow_plackett_luce():
     assert sorted(case.teams.sizes[0, 0].tolist()) == [1, 4, 4, 4]
     used = used_rows(case, 2, "santa++", 4)
     keys = [part.float() for part in case.teams.routing_keys]
-    weights = case.teams.sizes[0, 0] * estimator_module.scores(case.query, keys, case.scale)[0, 0].exp()
+    weights = case.teams.sizes[0, 0] * scores(case.query, keys, case.scale)[0, 0].exp()
     for h in range(3):
         chi = 0.0
         for chosen, probability in plackett_luce(weights[h].double().tolist(), 2).items():

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..parents import form_parents
 from ..rows import Rows
+from ..step import DecodeStep, Output, Sampling
 from ..teams import Teams, build_centroids
+from .base import Choose
 from .santapp import SantaPlusPlus, kmeans_fields
 
 if TYPE_CHECKING:
@@ -21,7 +23,11 @@ class Centroid(SantaPlusPlus):
 
     name = "centroid"
     about = "clusters of B rows sampled by their mean key (Appendix B.2)"
-    settings: tuple[str, ...] = tuple(name for name in SantaPlusPlus.settings if name != "representatives")
+    settings: tuple[str, ...] = tuple(
+        name
+        for name in SantaPlusPlus.settings
+        if name not in ("representatives", "routing", "parents_per_head", "parent_summary")
+    )
 
     def check(self, config: SantaConfig) -> None:
         if config.budget < config.parent_size:
@@ -36,6 +42,10 @@ class Centroid(SantaPlusPlus):
 
     def grouped_by(self, config: SantaConfig) -> tuple[str, ...]:
         return ("parents", "parent_size", *kmeans_fields(config), "routing_dtype")
+
+    def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
+        sampling = Sampling(self.teams_per_head(config), config.estimator, config.noise)
+        return choose(step, sampling).sampled_attention(step, sampling)
 
     def build(
         self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..parent_records import summarised
 from ..parents import form_parents
 from ..rows import Rows
 from ..step import DecodeStep, Output, Sampling
@@ -31,6 +33,9 @@ class SantaPlusPlus(Method):
         "budget",
         "estimator",
         "noise",
+        "routing",
+        "parents_per_head",
+        "parent_summary",
         "seed",
         "kmeans_seed",
         "kmeans_engine",
@@ -55,23 +60,35 @@ class SantaPlusPlus(Method):
         return config.budget // (config.parent_size // config.representatives)
 
     def grouped_by(self, config: SantaConfig) -> tuple[str, ...]:
-        return ("parents", "parent_size", "representatives", *kmeans_fields(config), "routing_dtype")
+        summary = ("routing", "parent_summary") if config.routing == "two_stage" else ("routing",)
+        return ("parents", "parent_size", "representatives", *kmeans_fields(config), "routing_dtype", *summary)
 
     def build(
         self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
     ) -> Sequence[Teams | None]:
-        """Algorithm 3 or 4, then Algorithm 2."""
+        """Algorithm 3 or 4, then Algorithm 2; for two stages also what is kept of the parents."""
         parents = form_parents(list(points), member, config)
         records: list[Teams] = []
         for part in _stackable(points):
             # one pass over many layers: a pass per layer would be too short to fill a GPU
             stacked = build_teams(torch.cat(list(points[part])), torch.cat(parents[part]), config.representatives)
             records += stacked.split(len(points[part]))
-        return [freeze_representatives(teams, layer) for teams, layer in zip(records, rows, strict=True)]
+        built = [freeze_representatives(teams, layer) for teams, layer in zip(records, rows, strict=True)]
+        if config.routing == "one_stage":
+            return built
+        parts = zip(built, parents, rows, strict=True)
+        return [replace(t, parents=summarised(t, p, layer, config.parent_summary)) for t, p, layer in parts]
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
-        sampling = Sampling(self.teams_per_head(config), config.estimator, config.noise)
+        k1 = config.parents_per_head if config.routing == "two_stage" else None
+        sampling = Sampling(self.teams_per_head(config), config.estimator, config.noise, k1)
         return choose(step, sampling).sampled_attention(step, sampling)
+
+    def full(self, step: DecodeStep, config: SantaConfig) -> bool:
+        every_team = super().full(step, config)
+        if step.teams is None or step.teams.parents is None:
+            return every_team
+        return every_team and step.teams.parents.C <= config.parents_per_head
 
 
 def kmeans_fields(config: SantaConfig) -> tuple[str, ...]:
