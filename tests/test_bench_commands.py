@@ -170,6 +170,18 @@ def test_a_full_disk_is_said() -> None:
         save(workload, Path("/dev/full"))
 
 
+def test_half_a_file_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(content: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("file write failed")
+
+    workload = synthetic(Size("gqa", 2, 1, 32, 1, 16), device="cpu")
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(EvalError, match="x.pt: cannot be written .file write failed"):
+        save(workload, tmp_path / "x.pt")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("kind", ["", "decode", "operator", "capture"])
 def test_help_imports_no_torch(kind: str) -> None:
     code = (

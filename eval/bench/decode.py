@@ -135,7 +135,7 @@ def _unpatched(model: Any, ids: torch.Tensor, steps: int, repeats: int, filled: 
 @torch.inference_mode()
 def _patched(santa: Any, model: Any, ids: torch.Tensor, steps: int, repeats: int, name: str, filled: Fill) -> Timing:
     cache, prefill_ms = filled(model, ids, repeats)
-    santa.prepare(cache)  # untimed, and takes in a cache that no patched forward made
+    santa.prepare(cache)  # untimed: it takes in a cache that no patched forward made
     prepared = []
     for _ in range(repeats):
         for layer in cache.layers:

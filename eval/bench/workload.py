@@ -178,6 +178,8 @@ def save(workload: Workload, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(_cpu(content), path)
     except (OSError, RuntimeError) as error:  # a disk that gets full is the second in torch.save
+        if path.is_file():
+            path.unlink()  # half of a workload
         raise EvalError(f"--out {path}: cannot be written ({error}); give another --out") from error
 
 
