@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 OUT ?= out/tiny
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-oldest test-gpu lint real grids train-tiny clean
+.PHONY: run test test-oldest test-classes test-gpu lint real grids train-tiny clean
 
 run: $(VENV)/.run
 	$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
@@ -16,6 +16,10 @@ test: $(VENV)/.test
 # the oldest transformers that is supported
 test-oldest: .venv-oldest/.test
 	.venv-oldest/bin/python -m pytest
+
+# every causal, image-text and multimodal class of the installed transformers, tiny, against itself unpatched
+test-classes: $(VENV)/.test
+	$(BIN)/python -m pytest tests/classes -m classes
 
 # needs a CUDA device and its own PyTorch; uses the python that is given
 test-gpu:

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
+from transformers.models.qwen2.modeling_qwen2 import ALL_ATTENTION_FUNCTIONS, Qwen2Attention  # noqa: F401 (Looped and Twice need both here)
 
 import latent_santa
 from latent_santa import backends
@@ -87,7 +88,9 @@ def test_encoder_decoder():
 
 def test_attention_without_separate_projections():
     config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=16, n_layer=2, n_head=2)
-    refused(transformers.GPT2LMHeadModel(config), "GPT2LMHeadModel has no attention layer", "q_proj", "supported are")
+    refused(
+        transformers.GPT2LMHeadModel(config), "GPT2LMHeadModel has no causal attention layer", "q_proj", "supported are"
+    )
 
 
 def test_not_a_transformers_model():
@@ -134,6 +137,72 @@ def test_the_base_model_has_no_head():
     for model in (tiny_model("qwen2"), tiny_model("deepseek_v2"), transformers.MllamaForCausalLM(text_only)):
         for part in (model, model.model):
             assert base_model(part, find_adapters(part)) is model.model
+
+
+def test_a_window_of_zero_rows_is_no_window():
+    config = transformers.Qwen2MoeConfig(**SMALL_TEXT, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16)
+    assert config.sliding_window == 0
+    latent_santa.patch(transformers.Qwen2MoeForCausalLM(config)).unpatch()
+
+
+def test_attention_in_both_directions():
+    config = transformers.GemmaConfig(**SMALL_TEXT, head_dim=8, use_bidirectional_attention=True)
+    refused(transformers.GemmaForCausalLM(config), "no causal attention", "model.layers.0.self_attn (GemmaAttention)")
+
+
+@pytest.mark.skipif(not hasattr(transformers, "GlmAsrConfig"), reason="this transformers has no GlmAsr")
+def test_encoders_beside_the_language_model_are_left_alone():
+    audio = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.GlmAsrConfig(text_config={**SMALL_TEXT, "model_type": "llama"}, audio_config=audio)
+    model = transformers.GlmAsrForConditionalGeneration(config)
+    with latent_santa.patch(model) as santa:
+        assert santa.layers == 2
+
+
+class Looped(Qwen2Attention):
+    def forward(self, *args, cache_offset=0, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class Twice(Qwen2Attention):
+    def forward(self, hidden_states, attention_interface, **kwargs):
+        return attention_interface(hidden_states) - attention_interface(hidden_states)
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [(Looped, "several times per token"), (Twice, "calls the attention interface 2 times")],
+)
+def test_attention_that_runs_several_times(kind, words):
+    model = tiny_model("qwen2")
+    model.model.layers[1].self_attn.__class__ = kind
+    refused(model, f"model.layers.1.self_attn ({kind.__name__})", words)
+
+
+def test_rows_of_another_layer():
+    model = tiny_model("qwen2")
+    model.model.layers[1].self_attn.is_kv_shared_layer = True
+    refused(model, "model.layers.1.self_attn (Qwen2Attention) attends to the rows of another layer")
+
+
+def test_several_stacks():
+    model = tiny_model("qwen2")
+    model.second = tiny_model("qwen2").model
+    refused(model, "several stacks", "[0, 0, 1, 1]")
+
+
+def test_caches_of_more_than_rows():
+    config = transformers.FalconH1Config(**SMALL_TEXT, mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64)
+    refused(transformers.FalconH1ForCausalLM(config), "FalconH1Model caches more than attention rows")
+
+
+def test_a_cache_of_its_own(monkeypatch):
+    model = tiny_model("qwen2")
+    own = types.ModuleType("modeling_of_somebody")
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    own.SomeCache = type("SomeCache", (DynamicCache,), {"__module__": own.__name__})
+    model.model.__class__ = type("SomeModel", (type(model.model),), {"__module__": own.__name__})
+    refused(model, "SomeModel keeps a cache of its own (SomeCache)")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .adapter import Adapter
@@ -46,23 +48,49 @@ def find_adapters(model: nn.Module) -> list[Adapter]:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder; {SUPPORTED}")
-    adapters = []
+    adapters, encoders = [], []  # an encoder, of an image or of a whole prompt, caches no row
     for name, module in model.named_modules():
         kind = _adapter_class(module)
-        if kind is not None:
+        if kind is not None and getattr(module, "is_causal", True) is False:
+            encoders.append(f"{name} ({type(module).__name__})")
+        elif kind is not None:
             adapters.append(_adapter(name, module, kind))
     if not adapters:
-        raise NotImplementedError(f"{type(model).__name__} has no attention layer that latent_santa knows; {SUPPORTED}")
+        known = f"; {encoders[0]} attends in both directions" if encoders else ""
+        raise NotImplementedError(
+            f"{type(model).__name__} has no causal attention layer that latent_santa knows{known}; {SUPPORTED}"
+        )
     adapters.sort(key=lambda adapter: adapter.module.layer_idx)
-    found = [adapter.module.layer_idx for adapter in adapters]
+    _check_stack(model, [adapter.module.layer_idx for adapter in adapters])
+    _check_cache(base_model(model, adapters))
+    return adapters
+
+
+def _check_stack(model: PreTrainedModel, found: list[int]) -> None:
+    """Every layer of one stack, each once; ``found`` are the sorted numbers of those that have an adapter."""
+    if len(set(found)) < len(found):
+        raise NotImplementedError(
+            f"{type(model).__name__} has several stacks of attention layers (numbers {found}); {SUPPORTED}, in one "
+            "stack: patch the language model inside it if it is used alone"
+        )
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", len(found))
-    if found != list(range(max(layers, len(found)))):
-        missing = sorted(set(range(layers)) - set(found))
+    missing = sorted(set(range(max(layers, found[-1]))) - set(found))
+    if missing:
         raise NotImplementedError(
             f"{type(model).__name__} has attention that latent_santa can patch in layers {found}, but not in "
             f"{missing}: a half-patched model is refused; {SUPPORTED}"
         )
-    return adapters
+
+
+def _check_cache(base: PreTrainedModel) -> None:
+    """The model's cache holds attention rows and nothing else."""
+    name = type(base).__name__
+    for kind in vars(sys.modules[type(base).__module__]).values():
+        if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == type(base).__module__:
+            raise NotImplementedError(f"{name} keeps a cache of its own ({kind.__name__}); {SUPPORTED}")
+    for layer in DynamicCache(config=base.config).layers:
+        if type(layer) is not DynamicLayer:
+            raise NotImplementedError(f"{name} caches more than attention rows ({type(layer).__name__}); {SUPPORTED}")
 
 
 def base_model(model: PreTrainedModel, adapters: Sequence[Adapter]) -> PreTrainedModel:
@@ -77,8 +105,8 @@ def base_model(model: PreTrainedModel, adapters: Sequence[Adapter]) -> PreTraine
 
 
 def _adapter_class(module: nn.Module) -> Callable[[Any], Adapter] | None:
-    """The adapter of a module's layout, or None where it is no attention layer."""
-    if not hasattr(module, "layer_idx"):
+    """The adapter of a module's layout, or None where it is no attention layer that caches rows."""
+    if getattr(module, "layer_idx", None) is None:
         return None
     return next((kind for marks, kind in LAYOUTS if all(hasattr(module, mark) for mark in marks)), None)
 
@@ -103,13 +131,20 @@ def _reason_not(module: Any) -> str | None:
         return "does not go through transformers' attention interface"
     if interface is not ALL_ATTENTION_FUNCTIONS:
         return "has an attention interface of its own"
-    if getattr(module, "is_cross_attention", False) or CROSS & set(inspect.signature(module.forward).parameters):
+    arguments = set(inspect.signature(module.forward).parameters)
+    if getattr(module, "is_cross_attention", False) or CROSS & arguments:
         return "can attend to rows that are no tokens of the text (cross-attention)"
+    if "cache_offset" in arguments:
+        return "runs several times per token, each time on another layer of the cache"
+    if getattr(module, "is_kv_shared_layer", False):
+        return "attends to the rows of another layer"
+    if (times := _interface_calls(type(module).forward)) > 1:
+        return f"calls the attention interface {times} times per token"
     if getattr(module, "indexer", None) is not None or any(
         hasattr(module, part) for part in ("index_topk", "skip_topk")
     ):
         return "selects rows with an indexer of its own"
-    if window is not None:
+    if window:  # some configurations say 0 for none
         return f"attends through a sliding window of {window} rows"
     if getattr(module, "attention_chunk_size", getattr(module.config, "attention_chunk_size", None)) is not None:
         return "attends in chunks of the sequence"
@@ -118,6 +153,15 @@ def _reason_not(module: Any) -> str | None:
     if getattr(module, "attn_logit_softcapping", None) is not None:
         return "caps its scores (softcap)"
     return None
+
+
+@functools.cache
+def _interface_calls(forward: Callable[..., Any]) -> int:
+    """How often a module's forward calls what it got from the attention interface, as far as its source tells."""
+    try:
+        return inspect.getsource(forward).count("attention_interface(")
+    except (OSError, TypeError):
+        return 1  # made without a source file, as in a notebook
 
 
 def check(model: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
