@@ -319,6 +319,16 @@ def test_conditions_expand_check_and_name_themselves():
         "santapp_k-means_16-4_per_head_s128",
     } <= set(slugs)
     assert swept(conditions[0]) == {"method": "dense"} | dict.fromkeys(SWEPT)
+    stages = [{"routing": "one_stage"}, *({"routing": "two_stage", "parents_per_head": k} for k in (32, 64))]
+    routed = expand(DENSE, ["santa++", "santa"], [128], ["pooled"], ["contiguous"], [(16, 4)], [16], stages)
+    assert [slug(condition) for condition in routed] == [
+        "santapp_contiguous_16-4_pooled_s128",
+        "santapp_contiguous_16-4_pooled_two-stage_k1-32_s128",
+        "santapp_contiguous_16-4_pooled_two-stage_k1-64_s128",
+        "santa_s128",
+    ]
+    assert from_manifest({"conditions": [swept(condition) for condition in routed]}, "here") == list(routed)
+    assert not {"routing", "parents_per_head"} & {key for key, value in swept(routed[0]).items() if value is not None}
     with pytest.raises(EvalError, match="unknown estimator 'mean'.*per_head, pooled"):
         expand(DENSE, ["santa++"], [128], ["mean"], ["kmeans"], [(16, 4)], [16])
     with pytest.raises(EvalError, match="S=130.*divisible by P/R = 4"):

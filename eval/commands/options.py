@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +176,25 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
     add("--parent-size", type=int, help="P, nominal rows per parent (default: 16)")
     add("--representatives", type=int, help="R, most representatives per parent (default: 4)")
     add("--teams", type=values(team, "16/4,16/1"), help="several P/R at once, instead of the two options above")
+    add(
+        "--routing",
+        type=values(str, "one_stage,two_stage"),
+        default="one_stage",
+        help="one_stage scores every representative (Algorithm 1); two_stage samples parents first",
+    )
+    add(
+        "--parents-per-head",
+        type=values(int, "32,64"),
+        default="64",
+        metavar="K1",
+        help="K1 of two_stage: parents that each head samples; K of Equation 5 is then K2",
+    )
+    add(
+        "--parent-summary",
+        type=values(str, "mean,isotropic"),
+        default="mean",
+        help="what stands for a parent in two_stage: mean, or with its keys' spread isotropic or diagonal",
+    )
     add("--centroid-sizes", type=values(int, "16,32"), default="16", help="B, nominal rows per cluster of centroid")
     add(
         "--noise",
@@ -247,7 +267,13 @@ def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig
         raise EvalError("--teams replaces --parent-size and --representatives: give one or the other")
     at_least(args, parent_size=1, representatives=1)
     teams = args.teams or [(args.parent_size or 16, args.representatives or 4)]
-    return expand(base, args.methods, args.budgets, args.estimators, args.parents, teams, args.centroid_sizes)
+    routing: list[dict[str, Any]] = []
+    for kind in args.routing:
+        axes = (args.parents_per_head, args.parent_summary) if kind == "two_stage" else ()
+        named = (dict(zip(("parents_per_head", "parent_summary"), part, strict=False)) for part in product(*axes))
+        routing += [{"routing": kind, **fields} for fields in named]
+    sizes = (teams, args.centroid_sizes)
+    return expand(base, args.methods, args.budgets, args.estimators, args.parents, *sizes, routing)
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

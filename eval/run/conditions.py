@@ -11,8 +11,9 @@ from latent_santa.config import SantaConfig, choices
 from latent_santa.eval.errors import EvalError
 from latent_santa.methods import METHODS
 
+TWO_STAGES = ("routing", "parents_per_head", "parent_summary")
 # Fields in which the settings of one run differ; the others are equal in all of them.
-SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator")
+SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator", *TWO_STAGES)
 
 _NAMES = {"dense": "dense (SDPA)", "santa": "SANTA", "santa++": "SANTA++", "kmeans": "k-means"}
 
@@ -27,6 +28,8 @@ def swept_by(method: str) -> list[str]:
 def swept(config: SantaConfig) -> dict[str, Any]:
     """The method and its swept fields, the others None: how a condition stands in a manifest and in a table."""
     own = swept_by(config.method)
+    if config.routing == "one_stage":
+        own = [field for field in own if field not in TWO_STAGES]
     return {"method": config.method} | {field: getattr(config, field) if field in own else None for field in SWEPT}
 
 
@@ -41,6 +44,9 @@ def name(config: SantaConfig) -> str:
         words += [f"B={config.parent_size}", parents]
     if own["estimator"]:
         words.append(config.estimator.replace("_", " "))
+    if own["routing"]:
+        words.append(f"two-stage K1={config.parents_per_head}")
+        words += [] if config.parent_summary == "mean" else [config.parent_summary]
     return " ".join(words)
 
 
@@ -52,7 +58,7 @@ def label(config: SantaConfig) -> str:
 
 def slug(config: SantaConfig) -> str:
     """A file name for the results of these settings."""
-    text = label(config).replace("SANTA++", "santapp").replace("(SDPA)", "").replace("S=", "s")
+    text = label(config).replace("SANTA++", "santapp").replace("(SDPA)", "").replace("S=", "s").replace("K1=", "k1-")
     return "_".join(text.lower().replace("/", "-").replace("=", "").split())
 
 
@@ -108,12 +114,14 @@ def expand(
     parents: Sequence[str],
     teams: Sequence[tuple[int, int]],
     centroid_sizes: Sequence[int],
+    routing: Sequence[Mapping[str, Any]] = ({},),
 ) -> tuple[SantaConfig, ...]:
     """All conditions of a run, dense first, each method with the settings that it uses.
 
-    base   what all of them share. A swept field that a method does not use stays as it is there, so that no condition
-           depends on the one that ran before it
-    teams  pairs (P, R)
+    base     what all of them share. A swept field that a method does not use stays as it is there, so that no condition
+             depends on the one that ran before it
+    teams    pairs (P, R)
+    routing  fields that say how teams are routed, such as {"routing": "two_stage", "parents_per_head": 64}
 
     Raises EvalError naming what is wrong.
     """
@@ -136,6 +144,7 @@ def expand(
             [{"parents": value} for value in parents] if "parents" in own else [{}],
             [dict(zip(("parent_size", "representatives"), size, strict=False)) for size in sizes],
             [{"estimator": value} for value in estimators] if "estimator" in own else [{}],
+            [dict(fields) for fields in routing] if "routing" in own else [{}],
             [{"budget": value} for value in budgets] if "budget" in own else [{}],
         ]
         for parts in product(*axes):

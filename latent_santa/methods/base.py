@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -51,7 +51,7 @@ class Method:
 
     def build(
         self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
-    ) -> Sequence[Teams | None]:
+    ) -> Iterable[Teams | None]:
         """Group a span of prompt rows, for several layers at once.
 
         Args:

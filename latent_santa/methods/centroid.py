@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -49,6 +49,6 @@ class Centroid(SantaPlusPlus):
 
     def build(
         self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
-    ) -> Sequence[Teams | None]:
+    ) -> Iterable[Teams | None]:
         parents = form_parents(list(points), member, config)
-        return [build_centroids(layer, formed) for layer, formed in zip(rows, parents, strict=True)]
+        return (build_centroids(layer, formed) for layer, formed in zip(rows, parents, strict=True))

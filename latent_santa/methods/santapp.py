@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,7 @@ class SantaPlusPlus(Method):
 
     def build(
         self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
-    ) -> Sequence[Teams | None]:
+    ) -> Iterable[Teams | None]:
         """Algorithm 3 or 4, then Algorithm 2; for two stages also what is kept of the parents."""
         parents = form_parents(list(points), member, config)
         records: list[Teams] = []
@@ -73,11 +73,12 @@ class SantaPlusPlus(Method):
             # one pass over many layers: a pass per layer would be too short to fill a GPU
             stacked = build_teams(torch.cat(list(points[part])), torch.cat(parents[part]), config.representatives)
             records += stacked.split(len(points[part]))
-        built = [freeze_representatives(teams, layer) for teams, layer in zip(records, rows, strict=True)]
-        if config.routing == "one_stage":
-            return built
-        parts = zip(built, parents, rows, strict=True)
-        return [replace(t, parents=summarised(t, p, layer, config.parent_summary)) for t, p, layer in parts]
+        for formed, teams, layer in zip(parents, records, rows, strict=True):
+            # one layer at a time, so that plain keys of all layers need not stand beside their codes
+            teams = freeze_representatives(teams, layer)
+            if config.routing == "two_stage":
+                teams = replace(teams, parents=summarised(teams, formed, layer, config.parent_summary))
+            yield teams
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         k1 = config.parents_per_head if config.routing == "two_stage" else None
