@@ -8,7 +8,8 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: run test test-oldest test-classes test-gpu lint real grids train-tiny clean
 
 run: $(VENV)/.run
-	$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
+	@$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
+	@echo "The command itself: source $(BIN)/activate, then latent-santa --help"
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
@@ -60,9 +61,14 @@ train-tiny:
 	$(PYTHON) -m latent_santa.eval.tiny.training.train --resume
 
 $(VENV)/.run: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint constraints.txt --editable '.[eval]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "latent_santa needs Python 3.10 or newer, \
+	and $(PYTHON) is $$($(PYTHON) --version 2>&1): give another, as in make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	@echo "Step 1 of 2: latent_santa with PyTorch and transformers goes into $(VENV). Once; some minutes, and 2 GB of disk"
+	@echo "(several GB more where pip chooses a PyTorch for CUDA). pip says what it is loading."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[eval]'
+	@touch $@
+	@echo "Step 2 of 2: dense and sampled attention on the same prompts, with the embedded model"
 
 $(VENV)/.test: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shutil
+from html import unescape
 
 import pytest
 from rich.console import Console
 
 from latent_santa.eval.cli import main
-from latent_santa.eval.report import outcomes, screen, tables
+from latent_santa.eval.report import outcomes, page, pairs, screen, tables
 from latent_santa.eval.run.comparison import Outcome
 from latent_santa.eval.run.store import Store
 
@@ -62,6 +65,8 @@ def test_the_sentence_names_the_fewest_rows_that_keep_the_score():
     told = screen.meaning(summary(*settings))
     assert told.startswith("b at S=128 keeps 95.0 % of dense's score and reads 41.2 % of its rows.")
     assert "-4.0 points, 95 % interval -9.0 to +1.0" in told and "4 prompts per task are a first look" in told
+    close = setting("e", 128, 99.0, 42.2, 79.2)  # within a point of b's rows: no more to read, and more kept
+    assert screen.meaning(summary(*settings, close)).startswith("e at S=128 keeps 99.0 %")
     assert screen.meaning(summary(settings[0])).startswith("a at S=512 keeps all of dense's score and reads 80.0 %")
     none = screen.meaning(summary(settings[2], setting("d", 8, 12.0, 5.0, 9.6)))
     assert none.startswith("No setting keeps 95 % of dense's score. The best: c at S=64 keeps 95.0 %")
@@ -144,3 +149,77 @@ def test_a_report_shows_answers_and_paths_on_80_columns(run, monkeypatch, capsys
     for slug in ("dense", chosen["slug"]):
         answer = Store(run).results(slug)[first.id]["output"]
         assert "".join(answer.split()) in "".join(shown.split())
+
+
+def test_a_page_needs_nothing_else_and_has_every_answer(run, capsys):
+    assert main(["report", str(run), "--html"]) == 0
+    text = (run / "report.html").read_text()
+    assert not re.search(r"(src|href)=\"(?!data:)", text) and "http" not in text
+    assert f"Page:       {run / 'report.html'}" in capsys.readouterr().out
+    found, store = json.loads((run / "summary.json").read_text()), Store(run)
+    plain = " ".join(unescape(re.sub(r"</?mark>", "", text)).split())
+    assert screen.meaning(found) in plain and all(tables.title(found, c) in plain for c in tables.columns_of(found))
+    for entry in found["conditions"]:
+        for result in store.results(entry["slug"]).values():
+            assert f"<td>{100 * result['score']:.0f}</td><td>{' '.join(result['output'].split())}</td>" in plain
+
+
+def test_what_was_wanted_is_marked_and_nothing_is_taken_for_html():
+    assert (
+        page.marked("<b> Paris & Rome", ["paris", "rome", "Oslo"])
+        == "&lt;b&gt; <mark>Paris</mark> &amp; <mark>Rome</mark>"
+    )
+    assert page.marked("abcd", ["abc", "bcd"]) == "<mark>abc</mark><mark>d</mark>"
+    assert page.marked("\u0130x", ["x"]) == "\u0130x"
+
+
+def changed(run, other, slug, change):
+    """A copy of a run whose results of one setting are changed."""
+    shutil.copytree(run, other)
+    path = other / "results" / f"{slug}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+    return other
+
+
+def test_two_runs_are_paired_on_prompts_that_both_answered(run, tmp_path, monkeypatch, capsys):
+    first, *others = (entry["slug"] for entry in json.loads((run / "summary.json").read_text())["conditions"])
+
+    def change(lines):
+        lines[0] |= {"score": 1 - lines[0]["score"], "output": "other"}
+        lines[0]["access"] = {name: 2 * count for name, count in lines[0]["access"].items()}
+        return lines[:-1]
+
+    other = changed(run, tmp_path / "other", others[0], change)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["settings"]["routing_dtype"] = "int4"
+    manifest["conditions"].pop()
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    found = pairs.compare(Store(run), Store(other))
+    same, differing = found["rows"]
+    assert len(found["rows"]) == 2 and found["only"] == [[others[1]], []]
+    assert found["settings"] == ["routing_dtype: 'model' then, 'int4' now"] and found["prompts"] == [4, 4, 4]
+    assert same["difference"]["value"] == 0 and same["changed_answers"] == 0 and same["access"] == [100.0, 100.0]
+    before, after = (Store(directory).results(others[0]) for directory in (run, other))
+    by_task: dict[str, list[float]] = {}
+    for name in after:
+        by_task.setdefault(name.partition("/")[0], []).append(after[name]["score"] - before[name]["score"])
+    mean = 100 * sum(sum(values) / len(values) for values in by_task.values()) / len(by_task)
+    assert differing["n"] == 3 and differing["changed_answers"] == 1 and mean != 0
+    assert differing["difference"]["value"] == pytest.approx(mean)
+    files = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
+    monkeypatch.setattr(tables, "output_console", lambda: Console(width=80))
+    assert main(["report", "--compare", str(run), str(other)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{mean:+.1f} [" in shown and "routing_dtype: 'model' then, 'int4' now" in shown and "…" not in shown
+    assert {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()} == files
+
+
+def test_runs_that_share_nothing_are_refused(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    options = "--tasks single --length 300 --n 1 --methods dense --data-seed 7".split()
+    assert main(["ruler", "--model", "builtin:tiny", "--out", str(other), *options]) == 0
+    assert main(["report", "--compare", str(run), str(other)]) == 2
+    assert "have no equal prompts" in capsys.readouterr().err
+    assert main(["report"]) == 2 and main(["report", str(run), "--compare", str(run), str(other)]) == 2
+    assert "give the directory of one run, or two with --compare" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from latent_santa.eval.report.tables import plain_table, title
 from latent_santa.eval.run.store import Store
 
 KEPT = 95.0  # percent of dense's score that the sentence looks for
+EQUAL = 1.0  # points of rows read that are no difference
 FEW = 20  # prompts per task; with fewer, the sentence says so
 HOW_TO_READ = (
     "score kept: of dense's score. rows read: cached rows that decoding read, routing included, of those that dense "
@@ -43,15 +45,17 @@ def table(summary: dict[str, Any]) -> Table:
 
 
 def chosen(summary: dict[str, Any]) -> dict[str, Any] | None:
-    """The setting with the fewest rows of those that keep `KEPT` percent; where none does, the one that keeps most.
+    """Of the settings that keep `KEPT` percent the one that reads fewest rows; where none does, the best.
 
-    None while no sampled setting has a score to be compared with dense's.
+    Of settings that read equal rows, to within `EQUAL` points, it is the one that keeps most. None while no sampled
+    setting has a score to be compared with dense's.
     """
     rows = [row for row in summary["conditions"] if row["method"] != "dense"]
     known = [row for row in rows if None not in (row["cells"][MEAN]["retained"], row["cells"][MEAN]["access"])]
     enough = [row for row in known if row["cells"][MEAN]["retained"] >= KEPT]
     if enough:
-        return min(enough, key=lambda row: row["cells"][MEAN]["access"])
+        least = min(row["cells"][MEAN]["access"] for row in enough)
+        known = [row for row in enough if row["cells"][MEAN]["access"] <= least + EQUAL]
     return max(known, key=lambda row: row["cells"][MEAN]["retained"], default=None)
 
 
@@ -111,7 +115,7 @@ def answers(store: Store, summary: dict[str, Any]) -> Table | None:
     return None
 
 
-def show(store: Store, summary: dict[str, Any], notes: list[str], console: Console) -> None:
+def show(store: Store, summary: dict[str, Any], notes: list[str], console: Console, page: Path | None = None) -> None:
     """Print the run: table, meaning, answers, how to read them, warnings and notes, and where everything is."""
 
     def say(text: str, style: str | None = None) -> None:
@@ -137,5 +141,7 @@ def show(store: Store, summary: dict[str, Any], notes: list[str], console: Conso
 
     if (directory / "access_accuracy.png").is_file():
         path("Picture:   ", str(directory / "access_accuracy.png"))
+    if page is not None:
+        path("Page:      ", str(page))
     path("All tables:", str(directory / "table.md"))
     path("Rebuild:   ", f"latent-santa report {shlex.quote(str(directory))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
+from latent_santa.eval.run.threads import use_free_cpus
 
 TINY = "builtin:tiny"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -260,6 +262,8 @@ def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
         transformers_logging.disable_progress_bar()
     where, keywords = spec.source()
     device = spec.resolved_device(local_rank)
+    if device.startswith("cpu"):
+        use_free_cpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     dtype = getattr(torch, spec.resolved_dtype())
     if device.startswith("cuda:"):
         # Kernels are launched on the current device, whatever their tensors' device is.

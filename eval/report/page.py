@@ -1,0 +1,109 @@
+"""A run as one HTML file that needs nothing else: tables, picture, and every setting's answers side by side."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from latent_santa.eval.report import screen, tables
+from latent_santa.eval.run.store import Prompt, Store
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0 } img { max-width: 100% }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top }
+th:first-child, td:first-child, .words td { text-align: left }
+.words { width: 100% } .words td:last-child { width: 60% }
+mark { background: #bde5bd } .none { color: #a33 } .lead { font-size: 1.15rem } small { color: #666 }
+"""
+PROMPTS_PER_TASK = 3
+END_OF_PROMPT = 400  # characters
+
+
+def page(store: Store, summary: dict[str, Any], picture: bytes | None) -> str:
+    """The whole page. picture: a PNG, or None to leave it out."""
+    parts = [f"<p class=lead>{escape(screen.meaning(summary))}</p>", f"<p>Prompts: {escape(summary['data'])}.</p>"]
+    if picture is not None:
+        encoded = base64.b64encode(picture).decode()
+        parts.append(f'<p><img alt="accuracy against rows read" src="data:image/png;base64,{encoded}"></p>')
+    paper = tables.has_paper_values(summary)
+    header = [*tables.COLUMNS, *(tables.PAPER_COLUMNS if paper else ())]
+    for column in tables.columns_of(summary):
+        parts.append(f"<h2>{escape(tables.title(summary, column))}</h2>")
+        parts.append(
+            _table(header, [tables.cells(row, column, paper, summary["n"] == 1) for row in summary["conditions"]])
+        )
+    parts.append("<ul>" + "".join(f"<li>{escape(note)}</li>" for note in tables.notes(summary)) + "</ul>")
+    parts.append(f"<h2>Answers</h2><p>The first {PROMPTS_PER_TASK} prompts of each task, under every setting. What was "
+                 "wanted is marked where an answer has it.</p>")  # fmt: skip
+    results = [
+        (row["name"] + (f" S={row['S']}" if row["S"] else ""), store.results(row["slug"]))
+        for row in summary["conditions"]
+    ]
+    for task in summary["tasks"]:
+        parts.append(f"<h3>{escape(task)}</h3>")
+        prompts = [prompt for prompt in store.prompts() if prompt.sample.task == task]
+        parts += [_answers(prompt, results) for prompt in prompts[:PROMPTS_PER_TASK]]
+    title = escape(f"{summary['model']} at {summary['length']} tokens")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+        f"</head><body>\n<h1>{title}</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>\n" for line in lines)
+    return f"<table><tr>{head}</tr>\n{body}</table>"
+
+
+def _answers(prompt: Prompt, results: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> str:
+    sample = prompt.sample
+    lines = []
+    for name, found in results:
+        result = found.get(sample.id, {})
+        if "output" in result:
+            score, text = f"{100 * result['score']:.0f}", marked(result["output"].strip(), sample.references)
+        else:
+            score, text = "-", f"<span class=none>{escape(result.get('error', 'no result yet'))}</span>"
+        lines.append(f"<tr><td>{escape(name)}</td><td>{score}</td><td>{text}</td></tr>\n")
+    end = sample.input[-END_OF_PROMPT:]
+    return (
+        f"<p><b>{escape(sample.id)}</b>, {prompt.n_tokens:,} tokens, ends in:<br><small>{escape(end)}</small><br>"
+        f"wanted: {escape(', '.join(sample.references))}</p>\n<table class=words><tr><td>setting</td><td>score</td>"
+        f"<td>answer</td></tr>\n{''.join(lines)}</table>"
+    )
+
+
+def marked(text: str, references: Sequence[str]) -> str:
+    """The text as HTML, with every reference in it marked; case does not matter, as in scoring."""
+    lower, spans = text.lower(), []
+    if len(lower) == len(text):  # some letters are longer in lower case; nothing is marked then
+        for reference in references:
+            start = lower.find(reference.lower())
+            if start >= 0:
+                spans.append((start, start + len(reference)))
+    shown, done = "", 0
+    for start, stop in sorted(spans):
+        start = max(start, done)
+        if stop > start:
+            shown += f"{escape(text[done:start])}<mark>{escape(text[start:stop])}</mark>"
+            done = stop
+    return shown + escape(text[done:])
+
+
+def write(store: Store, summary: dict[str, Any]) -> Path:
+    """Write report.html into the run's directory, with the picture where there is one; returns its path."""
+    from latent_santa.eval.report import plots
+    from latent_santa.eval.run.store import write_atomic
+
+    try:
+        picture = plots.access_accuracy(summary)
+    except plots.NoPicture:
+        picture = None
+    path = store.directory / "report.html"
+    write_atomic(path, page(store, summary, picture))
+    return path
