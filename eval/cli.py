@@ -1,4 +1,4 @@
-"""The command line: one module a command, imported only when its name is asked for."""
+"""The command line: one module per command, imported only when its name is given."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def make_prompts(renderer, n=5):
     for task, cap in CAPS.items():
         for i in range(n):
             text = f"Flight {i} of {task}. " * (3 + 5 * i % 13) + "Which?"
-            row = make_sample(task, i, text, ["zz", "qq"], max_new_tokens=cap, source="test")
-            prompts.append(renderer.prompt(row, None))
+            sample = make_sample(task, i, text, ["zz", "qq"], max_new_tokens=cap, source="test")
+            prompts.append(renderer.prompt(sample, None))
     return prompts
 
 

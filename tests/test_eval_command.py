@@ -390,7 +390,7 @@ def test_a_cache_that_cannot_fit_is_refused_by_its_size(tmp_path, model, monkeyp
     monkeypatch.setattr(sizes, "free_bytes", lambda device: 1 << 20)
     for words in (["compare"], ["ruler", "--out", str(tmp_path / "run")]):
         assert main([*words, "--model", model, "--length", "1000000"]) == 2
-        assert "a cache of 1,000,000 rows takes 0.2 GiB and cpu has 0.0 GiB free" in capsys.readouterr().err
+        assert "a cache of 1,000,000 rows takes 183.1 MiB and cpu has 1.0 MiB free" in capsys.readouterr().err
     assert main(["ruler", "--model", model, *OPTIONS, "--n", "10000000000", "--out", str(tmp_path / "run")]) == 2
     assert "20,000,000,000 prompts of 256 tokens take about" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

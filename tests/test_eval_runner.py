@@ -38,8 +38,8 @@ def make_runner(directory, generator=None, tasks=("single", "fwe"), n=3, floor=0
     prompts = []
     for task in tasks:
         for i in range(n):
-            row = make_sample(task, i, f"Flight {i} of {task}?", ["zz", "qq"], max_new_tokens=5, source="test")
-            prompts.append(renderer.prompt(row, None))
+            sample = make_sample(task, i, f"Flight {i} of {task}?", ["zz", "qq"], max_new_tokens=5, source="test")
+            prompts.append(renderer.prompt(sample, None))
     if not store.frozen:
         store.freeze({"settings": {"n": n}, "conditions": []}, prompts)
     progress = Progress(Console(file=text or io.StringIO()), every=0)

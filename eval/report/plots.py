@@ -33,14 +33,14 @@ def access_accuracy(summary: dict[str, Any]) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     drawn = False
-    for row in summary["conditions"]:
-        score = row["cells"][MEAN]["score"]
-        if row["method"] == "dense" and score:
-            axes.axhline(score["value"], color="black", linewidth=1, label=row["name"])
+    for entry in summary["conditions"]:
+        score = entry["cells"][MEAN]["score"]
+        if entry["method"] == "dense" and score:
+            axes.axhline(score["value"], color="black", linewidth=1, label=entry["name"])
             axes.axhspan(score["low"], score["high"], color="black", alpha=0.07, linewidth=0)
             drawn = True
-    for i, (name, rows) in enumerate(lines_of(summary).items()):
-        points = [(row["cells"][MEAN], row["S"]) for row in rows]
+    for i, (name, entries) in enumerate(lines_of(summary).items()):
+        points = [(entry["cells"][MEAN], entry["S"]) for entry in entries]
         points = [(cell, budget) for cell, budget in points if cell["score"] and cell["access"] is not None]
         if not points:
             continue

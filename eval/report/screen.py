@@ -30,13 +30,13 @@ def _percent(value: float | None) -> str:
 def table(summary: dict[str, Any]) -> Table:
     """Every setting with what it keeps and what it reads, over all tasks. No number is cut at 80 columns."""
     shown = plain_table("", ("Setting", "S", "score\nkept", "rows\nread", "score"))
-    for row in summary["conditions"]:
-        cell = row["cells"][MEAN]
+    for item in summary["conditions"]:
+        cell = item["cells"][MEAN]
         score = cell["score"]
         half = "" if summary["n"] == 1 or not score else f" ± {score['half']:.1f}"
         shown.add_row(
-            row["name"],
-            str(row["S"] or "-"),
+            item["name"],
+            str(item["S"] or "-"),
             _percent(cell["retained"]),
             _percent(cell["access"]),
             f"{score['value']:.1f}{half}" if score else "-",
@@ -50,28 +50,29 @@ def chosen(summary: dict[str, Any]) -> dict[str, Any] | None:
     Of settings that read equal rows, to within `EQUAL` points, it is the one that keeps most. None while no sampled
     setting has a score to be compared with dense's.
     """
-    rows = [row for row in summary["conditions"] if row["method"] != "dense"]
-    known = [row for row in rows if None not in (row["cells"][MEAN]["retained"], row["cells"][MEAN]["access"])]
-    enough = [row for row in known if row["cells"][MEAN]["retained"] >= KEPT]
+    sampled = [item for item in summary["conditions"] if item["method"] != "dense"]
+    known = [item for item in sampled if None not in (item["cells"][MEAN]["retained"], item["cells"][MEAN]["access"])]
+    enough = [item for item in known if item["cells"][MEAN]["retained"] >= KEPT]
     if enough:
-        least = min(row["cells"][MEAN]["access"] for row in enough)
-        known = [row for row in enough if row["cells"][MEAN]["access"] <= least + EQUAL]
-    return max(known, key=lambda row: row["cells"][MEAN]["retained"], default=None)
+        least = min(item["cells"][MEAN]["access"] for item in enough)
+        known = [item for item in enough if item["cells"][MEAN]["access"] <= least + EQUAL]
+    return max(known, key=lambda item: item["cells"][MEAN]["retained"], default=None)
 
 
 def meaning(summary: dict[str, Any]) -> str:
     """The table in a sentence or two, worked out from its numbers."""
-    row = chosen(summary)
-    if row is None:
-        dense = next((row["cells"][MEAN]["score"] for row in summary["conditions"] if row["method"] == "dense"), None)
+    item = chosen(summary)
+    if item is None:
+        dense = next(
+            (item["cells"][MEAN]["score"] for item in summary["conditions"] if item["method"] == "dense"), None
+        )
         if dense and dense["value"] == 0:
             return "Dense attention scores 0 on these prompts, so there is no score to keep."
         return "No sampled setting can be compared with dense yet."
-    cell = row["cells"][MEAN]
+    cell = item["cells"][MEAN]
     kept = "all" if cell["retained"] >= 100 else _percent(cell["retained"])
-    told = (
-        f"{row['name']} at S={row['S']} keeps {kept} of dense's score and reads {_percent(cell['access'])} of its rows."
-    )
+    access = _percent(cell["access"])
+    told = f"{item['name']} at S={item['S']} keeps {kept} of dense's score and reads {access} of its rows."
     if cell["retained"] < KEPT:
         told = f"No setting keeps {KEPT:.0f} % of dense's score. The best: {told}"
     span, n = cell["difference"], summary["n"]
@@ -87,11 +88,11 @@ def meaning(summary: dict[str, Any]) -> str:
 
 def answers(store: Store, summary: dict[str, Any]) -> Table | None:
     """The first prompt that both have answered, under dense and under the sentence's setting."""
-    row = chosen(summary)
-    dense = next((row for row in summary["conditions"] if row["method"] == "dense"), None)
-    if row is None or dense is None:
+    item = chosen(summary)
+    dense = next((item for item in summary["conditions"] if item["method"] == "dense"), None)
+    if item is None or dense is None:
         return None
-    plain, sampled = store.results(dense["slug"]), store.results(row["slug"])
+    plain, sampled = store.results(dense["slug"]), store.results(item["slug"])
     for prompt in store.prompts():
         sample = prompt.sample
         if not all("output" in found.get(sample.id, {}) for found in (plain, sampled)):

@@ -79,7 +79,7 @@ class _Report:
         self.dense: Results | None = next((self.results[c] for c in self.conditions if c.method == "dense"), None)
 
     def summary(self) -> dict[str, Any]:
-        rows = [self._row(condition) for condition in self.conditions]
+        entries = [self._entry(condition) for condition in self.conditions]
         return {
             "data": data_statement(self.manifest),
             "model": self.settings["model"],
@@ -88,16 +88,16 @@ class _Report:
             "tasks": list(self.tasks),
             "mean": mean_label(self.tasks),
             "prompt_tokens": self._lengths(),
-            "conditions": rows,
+            "conditions": entries,
             "estimators": self._estimators(),
-            "warnings": [*self.manifest.get("warnings", []), *self._warnings(rows)],
+            "warnings": [*self.manifest.get("warnings", []), *self._warnings(entries)],
         }
 
     def _lengths(self) -> dict[str, dict[str, int]]:
         lengths = {task: [p.n_tokens for p in self.prompts if p.sample.task == task] for task in self.tasks}
         return {task: {"least": min(v), "median": int(np.median(v)), "most": max(v)} for task, v in lengths.items()}
 
-    def _row(self, condition: SantaConfig) -> dict[str, Any]:
+    def _entry(self, condition: SantaConfig) -> dict[str, Any]:
         results = self.results[condition]
         good = [result for result in results.values() if "error" not in result]
         own = swept(condition)
@@ -181,7 +181,7 @@ class _Report:
     def _paired(self, differences: dict[str, np.ndarray]) -> dict[str, float]:
         return _rounded(statistics.mean_interval(differences, self.settings["data_seed"]))
 
-    def _warnings(self, rows: list[dict[str, Any]]) -> list[str]:
+    def _warnings(self, entries: list[dict[str, Any]]) -> list[str]:
         found = list(self.damaged)
         if old_santa(self.manifest) and any(condition.method == "santa" for condition in self.conditions):
             found.append("SANTA of this run sampled rows without replacement, as the method gumbel_rows does now")
@@ -190,16 +190,16 @@ class _Report:
                 f"the longest prompt has {self.most_tokens} tokens, so these are not prompts of length "
                 f"{self.settings['length']}; the paper's values are left out"
             )
-        for condition, row in zip(self.conditions, rows, strict=True):
+        for condition, entry in zip(self.conditions, entries, strict=True):
             shown = label(condition)
-            missing = row["prompts"] - row["done"] - len(row["failed"])
-            if row["failed"]:
+            missing = entry["prompts"] - entry["done"] - len(entry["failed"])
+            if entry["failed"]:
                 found.append(
-                    f"{shown}: {len(row['failed'])} prompts failed ({', '.join(row['failed'][:3])} ...); no mean"
+                    f"{shown}: {len(entry['failed'])} prompts failed ({', '.join(entry['failed'][:3])} ...); no mean"
                 )
             if missing:
-                found.append(f"{shown}: {missing} of {row['prompts']} prompts have no result yet; no mean")
-            if condition.method == "dense" or not row["done"]:
+                found.append(f"{shown}: {missing} of {entry['prompts']} prompts have no result yet; no mean")
+            if condition.method == "dense" or not entry["done"]:
                 continue
             good = {i: r for i, r in self.results[condition].items() if "error" not in r}
             if not any(result["sparse_calls"] for result in good.values()):
@@ -210,7 +210,7 @@ class _Report:
                     f"{INVALID}, {shown}: not one sparse call"
                     + (", and the outputs are those of dense attention" if same else "")
                 )
-            for column, cell in row["cells"].items():
+            for column, cell in entry["cells"].items():
                 difference = cell["difference"]
                 if difference and difference["low"] > 0:
                     where = mean_label(self.tasks) if column == MEAN else column
@@ -244,7 +244,7 @@ def summarise(store: Store) -> dict[str, Any]:
 
 def exit_code(summary: dict[str, Any]) -> int:
     """0 for a complete and valid run; 1 if a prompt failed or is missing, or if a sparse setting was never sparse."""
-    complete = all(row["done"] == row["prompts"] for row in summary["conditions"])
+    complete = all(entry["done"] == entry["prompts"] for entry in summary["conditions"])
     return int(not complete or any(warning.startswith(INVALID) for warning in summary["warnings"]))
 
 
@@ -255,14 +255,14 @@ CSV_FIELDS = (
 
 
 def summary_csv(summary: dict[str, Any]) -> str:
-    """One line a condition and column (each task, and the mean)."""
+    """One line per condition and column (each task, and the mean)."""
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_FIELDS, lineterminator="\n")
     writer.writeheader()
-    for row in summary["conditions"]:
-        for column, cell in row["cells"].items():
+    for entry in summary["conditions"]:
+        for column, cell in entry["cells"].items():
             score, difference, paper = (cell[name] or {} for name in ("score", "difference", "paper"))
-            line = {name: row[name] for name in ("name", "method", "parents", "P", "R", "estimator", "S")}
+            line = {name: entry[name] for name in ("name", "method", "parents", "P", "R", "estimator", "S")}
             line |= {name: cell[name] for name in ("n", "retained", "access", "access_without_routing")}
             line |= {"column": column, "score": score.get("value")}
             line |= {name: score.get(name) for name in ("half", "low", "high")}

@@ -23,7 +23,7 @@ def _number(value: float | None) -> str:
 
 def has_paper_values(summary: dict[str, Any]) -> bool:
     """Whether any setting of the run is one of the paper's."""
-    return any(cell["paper"] for row in summary["conditions"] for cell in row["cells"].values())
+    return any(cell["paper"] for entry in summary["conditions"] for cell in entry["cells"].values())
 
 
 def _with_half(score: dict[str, float] | None, single: bool) -> str:
@@ -39,13 +39,13 @@ def _with_span(difference: dict[str, float] | None, single: bool) -> str:
     return f"{difference['value']:+.2f}" + ("" if single else f" [{difference['low']:+.2f}, {difference['high']:+.2f}]")
 
 
-def cells(row: dict[str, Any], column: str, paper: bool, single: bool) -> list[str]:
+def cells(entry: dict[str, Any], column: str, paper: bool, single: bool) -> list[str]:
     """The texts of one line; `single` says that a task has one prompt only."""
-    cell = row["cells"][column]
+    cell = entry["cells"][column]
     score, difference, value = cell["score"], cell["difference"], cell["paper"]
     texts = [
-        row["name"],
-        str(row["S"] or "-"),
+        entry["name"],
+        str(entry["S"] or "-"),
         _number(cell["access"]),
         _number(cell["access_without_routing"]),
         _number(cell["retained"]),
@@ -71,16 +71,16 @@ def columns_of(summary: dict[str, Any]) -> list[str]:
 
 def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table with its first column on the left and the others on the right."""
-    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def lines_of(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Conditions grouped into lines: the same method at its budgets, without dense."""
     lines: dict[str, list[dict[str, Any]]] = {}
-    for row in summary["conditions"]:
-        if row["method"] != "dense":
-            lines.setdefault(row["name"], []).append(row)
+    for entry in summary["conditions"]:
+        if entry["method"] != "dense":
+            lines.setdefault(entry["name"], []).append(entry)
     return lines
 
 
@@ -102,8 +102,8 @@ def rows_needed(points: Sequence[tuple[float, float]], wanted: float) -> float |
 
 def _needed(summary: dict[str, Any]) -> str:
     lines = []
-    for name, rows in lines_of(summary).items():
-        measured = [row["cells"][MEAN] for row in rows]
+    for name, entries in lines_of(summary).items():
+        measured = [entry["cells"][MEAN] for entry in entries]
         points = [
             (c["access"], c["retained"]) for c in measured if c["access"] is not None and c["retained"] is not None
         ]
@@ -133,12 +133,12 @@ def _estimators(summary: dict[str, Any]) -> str:
     single = summary["n"] == 1
     lines = [
         [
-            row["name"],
-            str(row["S"]),
-            *(_number(row["access"][estimator]) for estimator in ("per_head", "pooled")),
-            _with_span(row["difference"], single),
+            entry["name"],
+            str(entry["S"]),
+            *(_number(entry["access"][estimator]) for estimator in ("per_head", "pooled")),
+            _with_span(entry["difference"], single),
         ]
-        for row in found["settings"]
+        for entry in found["settings"]
     ]
     lines.append(["all of these together", "", "", "", _with_span(found["all"], single)])
     header = ["Setting", "S", "KV per head (%)", "KV pooled (%)", "pooled minus per head"]
@@ -155,7 +155,7 @@ def markdown(summary: dict[str, Any]) -> str:
     header = [*COLUMNS, *(PAPER_COLUMNS if paper else ())]
     parts = [f"# {summary['model']} at {summary['length']} tokens\n\nPrompts: {summary['data']}.\n"]
     for column in columns_of(summary):
-        body = [cells(row, column, paper, summary["n"] == 1) for row in summary["conditions"]]
+        body = [cells(entry, column, paper, summary["n"] == 1) for entry in summary["conditions"]]
         parts.append(f"\n## {title(summary, column)}\n\n{markdown_table(header, body)}")
     parts.append(_estimators(summary))
     parts.append(_needed(summary))
@@ -173,9 +173,9 @@ def notes(summary: dict[str, Any]) -> list[str]:
         "Minus dense: paired on the same prompts, with its 95 % interval.",
         f"Prompt tokens, without the answer: {min(v['least'] for v in lengths)} to {max(v['most'] for v in lengths)}.",
     ]
-    cut = {row["name"]: row["hit_cap"] for row in summary["conditions"] if row["hit_cap"]}
+    cut = {entry["name"]: entry["hit_cap"] for entry in summary["conditions"] if entry["hit_cap"]}
     if cut:
-        most = max(row["hit_cap"] / max(1, row["done"]) for row in summary["conditions"])
+        most = max(entry["hit_cap"] / max(1, entry["done"]) for entry in summary["conditions"])
         found.append(f"Answers stopped by the task's cap on new tokens: up to {100 * most:.0f} % in a setting.")
     return found + [f"Warning: {warning}" for warning in summary["warnings"]]
 

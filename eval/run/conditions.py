@@ -1,4 +1,4 @@
-"""The compared settings of attention: each is a whole `SantaConfig`, and one line of the table."""
+"""The compared settings of attention: each is a whole `SantaConfig`, and one line of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running frozen prompts through every condition: one result a prompt, failures recorded, nonsense stopped early."""
+"""Running frozen prompts through every condition: one result per prompt, failures recorded, nonsense stopped early."""
 
 from __future__ import annotations
 

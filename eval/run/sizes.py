@@ -69,7 +69,9 @@ def check_positions(limit: int | None, rows: int, options: str, name: str) -> No
 
 
 def check_disk(directory: Path, prompts: int, length: int) -> None:
-    """Raises EvalError if the frozen prompts alone are more than the disk has left."""
+    """Raises EvalError if the prompts that a new run would freeze are more than the disk has left."""
+    if os.path.exists(directory / "manifest.json"):  # Path.exists raises for a name too long
+        return
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.isdir(path))
     needed, free = prompts * length * BYTES_PER_TOKEN, shutil.disk_usage(there).free
     if needed > free:
@@ -80,4 +82,4 @@ def check_disk(directory: Path, prompts: int, length: int) -> None:
 
 
 def _gib(size: int) -> str:
-    return f"{size / (1 << 30):,.1f} GiB"
+    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 28 else f"{size / (1 << 20):,.1f} MiB"

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--tasks", default=",".join(TASKS + HARD_TASKS), help="comma-separated (default: all)")
     parser.add_argument("--lengths", default="1024,2048,4096", help="limits in tokens, comma-separated")
-    parser.add_argument("-n", type=int, default=50, help="prompts a task and length (default 50)")
+    parser.add_argument("-n", type=int, default=50, help="prompts per task and length (default 50)")
     parser.add_argument("--seed", type=int, default=FRESH_SEED, help="seed of the prompts")
     parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
     parser.add_argument("--device", default="cpu")

@@ -179,7 +179,7 @@ class Network(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def compile(self) -> None:
-        """Compile what surrounds the attention; one fixed number of tokens a step keeps it to one shape."""
+        """Compile what surrounds the attention; one fixed number of tokens per step keeps it to one shape."""
         self.before = torch.compile(before_attention, dynamic=False)
         self.after = torch.compile(after_attention, dynamic=False)
 
