@@ -109,12 +109,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
-    "qwen2-7_heads_a_group": (
+    "qwen2-7_heads_per_group": (
         "Qwen2Config",
         "Qwen2ForCausalLM",
         {**GROUPED, "hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1},
     ),
-    "qwen2-1_head_a_group": ("Qwen2Config", "Qwen2ForCausalLM", {**GROUPED, "num_key_value_heads": 4}),
+    "qwen2-1_head_per_group": ("Qwen2Config", "Qwen2ForCausalLM", {**GROUPED, "num_key_value_heads": 4}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", GROUPED),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**GROUPED, "rope_parameters": YARN}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": None}),

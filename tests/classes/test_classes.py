@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import latent_santa
 
@@ -20,11 +21,11 @@ from .configs import VARIANTS, classes, config_class, text, tiny
 from .images import image_inputs
 
 pytestmark = pytest.mark.classes
-# classes that must be accepted, one per line, with "image" behind those that must take one
-ACCEPTED = {
-    name: "image" in rest
-    for name, *rest in map(str.split, (Path(__file__).parent / "accepted.txt").read_text().splitlines())
-}
+# the version that the list was made with, then a class per line that must be accepted there, with "image" behind it if
+# an image must reach it
+LISTED, *LINES = (Path(__file__).parent / "accepted.txt").read_text().splitlines()
+EXACT = f"transformers {transformers.__version__}".startswith(LISTED)
+ACCEPTED = {name: "image" in rest for name, *rest in map(str.split, LINES)} if EXACT else {}
 EVERY_TEAM = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 4096}
 
 
@@ -65,6 +66,8 @@ def test_class(name: str, record_property: Any) -> None:
         assert image is not None or not ACCEPTED.get(name), "its image could be given before"
         return
     assert name not in ACCEPTED, (reasons, failures)
+    if not reasons and not EXACT:
+        pytest.skip(f"no tiny configuration under this transformers: {failures[0]}")
     if not reasons:
         raise failures[0]
     record_property("outcome", f"refused: {' / '.join(dict.fromkeys(reasons))}")
