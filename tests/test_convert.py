@@ -38,8 +38,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def convert(source: Path, out: Path) -> checkpoint.Converted:
-    return checkpoint.convert(source, out, lambda name, steps: None, lambda: None)
+def convert(source: Path, out: Path, **options: int) -> checkpoint.Converted:
+    return checkpoint.convert(source, out, lambda name, steps: None, lambda: None, **options)
 
 
 def load(path: Path) -> PreTrainedModel:
@@ -69,6 +69,20 @@ def test_the_target_computes_what_the_source_does(tmp_path: Path, shape: str, dt
     tolerance = TOLERANCE if dtype != torch.float16 else 10 * TOLERANCE
     torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0)
     assert_same(generate(mla, ids, 8), generate(gqa, ids, 8), 1e-3)
+
+
+@pytest.mark.parametrize("pairs", [0, 1, 4])
+def test_any_number_of_pairs_scores_through_the_latent(tmp_path: Path, pairs: int) -> None:
+    """Heads of 16 dimensions: eight pairs, of which the slowest are chosen."""
+    source = saved(tmp_path / "gqa", head_dim=16)
+    found = convert(source, tmp_path / "mla", content_pairs=pairs).shapes
+    assert (found.nope, found.rope) == (2 * pairs, 2 * 16 + 2 * 2 * pairs)
+    gqa, mla, ids = load(source), load(tmp_path / "mla"), prompt(240, batch=2)
+    with torch.no_grad():
+        torch.testing.assert_close(mla(ids).logits, gqa(ids).logits, atol=TOLERANCE, rtol=0)
+    wanted = generate(gqa, ids, 8)
+    with latent_santa.patch(mla, budget=1600, parents="contiguous"):
+        assert_same(generate(mla, ids, 8), wanted, 1e-3)
 
 
 def test_frequencies_are_the_sources_and_some_pairs_do_not_turn(tmp_path: Path) -> None:
@@ -134,6 +148,15 @@ def test_the_command_takes_tokenizer_and_generation_settings_along(
     ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "mla", source))
     assert ours(texts).input_ids == theirs(texts).input_ids
     assert ours.chat_template == theirs.chat_template
+
+
+def test_a_rotary_part_that_the_kernels_do_not_take_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "gqa", head_dim=64)
+    told = "The Triton kernels take rotary parts of at most 128 numbers: sampled attention of this one runs in PyTorch"
+    assert main(["convert-to-mla", str(source), str(tmp_path / "wide")]) == 0
+    assert f"{told}, and --content-pairs 0 would fit." in capsys.readouterr().out
+    assert main(["convert-to-mla", str(source), str(tmp_path / "fits"), "--content-pairs", "0"]) == 0
+    assert told not in capsys.readouterr().out
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -103,7 +103,7 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = Non
         "--quant",
         default="none",
         choices=QUANTS,
-        help="int8: bitsandbytes LLM.int8 except kv_b_proj and lm_head, as in Appendix F",
+        help="int8: bitsandbytes LLM.int8, routed experts too, except kv_b_proj and lm_head, as in Appendix F",
     )
     add("--device", type=word, default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     add("--device-map", type=word, help="auto: one model over several GPUs")

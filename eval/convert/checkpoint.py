@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from latent_santa.eval.convert.layer import (
+    CONTENT_PAIRS,
     LANE,
     PROJECTIONS,
     Shapes,
@@ -174,11 +175,20 @@ class Converted:
     left_out: list[str]
 
 
-def convert(directory: Path, out: Path, stage: Callable[[str, int], None], step: Callable[[], None]) -> Converted:
+def convert(
+    directory: Path,
+    out: Path,
+    stage: Callable[[str, int], None],
+    step: Callable[[], None],
+    content_pairs: int = CONTENT_PAIRS,
+) -> Converted:
     """Write the re-expression of the checkpoint in `directory` to `out`, with its tokenizer and generation config.
 
-    It takes the memory of one output file (2 GiB) and two layers. `out` appears once it is complete. `stage` and `step`
-    are told of the progress, tensor by tensor.
+    It takes the memory of one output file (2 GiB) and two layers. `out` appears once it is complete.
+
+    Args:
+        stage, step: told of the progress, tensor by tensor.
+        content_pairs: rotary pairs per head that also score through the latent.
 
     Raises:
         EvalError: the source cannot be re-expressed, `out` exists, or the disk has too little room.
@@ -191,7 +201,8 @@ def convert(directory: Path, out: Path, stage: Callable[[str, int], None], step:
     if not parent.is_dir():
         raise EvalError(f"{parent} is no directory: make it first")
     config, tokenizer = source_config(directory), source_tokenizer(directory)
-    s, target = shapes_of(config), target_config(config)
+    s = shapes_of(config, content_pairs)
+    target = target_config(config, s)
     with ExitStack() as files:
         source = Checkpoint(directory, files)
         with torch.device("meta"):
@@ -212,7 +223,7 @@ def convert(directory: Path, out: Path, stage: Callable[[str, int], None], step:
         free = shutil.disk_usage(parent).free
         if free < total:
             raise EvalError(f"{out} needs {total / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free")
-        apart = difference(source.attention(min(layers)), config, target)
+        apart = difference(source.attention(min(layers)), s, config, target)
         if not apart <= MOST_DIFFERENCE:
             raise EvalError(
                 f"{directory}: its first layer re-expressed differs by {apart:.1e} of the largest output, more than "

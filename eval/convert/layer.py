@@ -4,7 +4,8 @@ What it is for: running the MLA side of a program on real weights where only a Q
 learned latent compression. The latent holds what the KV heads hold, so a row is wider than the source's, and few of its
 dimensions take part in content scores.
 
-How one layer is re-expressed, with H query heads, G KV heads of d dimensions, and C = 2 * `CONTENT_PAIRS` of them:
+How one layer is re-expressed, with H query heads, G KV heads of d dimensions, C of which also score through the
+latent:
 
 - The latent is every KV head's key before rotation, every KV head's value, then constant lanes. `kv_b_proj` picks from
   it C key dimensions and the d value dimensions of a head's own KV head, with ones and zeros.
@@ -14,12 +15,12 @@ How one layer is re-expressed, with H query heads, G KV heads of d dimensions, a
   not turn subtract the same score again.
 - A query latent is the layer's input, then constant lanes. One of them carries the biases of `q_proj`.
 
-What is exact: all of this in exact arithmetic; every weight, which is copied, negated, or halved; every frequency. What
-rounds:
+What is exact: every weight, which is copied, negated or halved; every frequency; and, but for the norms, the sums in
+exact arithmetic. What rounds:
 
 - RMSNorm of the latents divides by the root mean square of lanes that are 2**24 (2**12 in float16). A sixteenth of the
-  dimensions are lanes, so that it divides by a power of two; the content changes the divisor by less than float32
-  resolves. In float16 it changes it by up to (content / lanes)**2 / 2, and small contents lose bits.
+  dimensions are lanes, so that it divides by a power of two. Contents below about 1,000 change the divisor by less
+  than float32 resolves; in float16 they change it by up to 8 * (content / lane)**2, and small ones lose bits.
 - The scale of the scores comes out of a float64 product, where the source's is one root.
 - Sums run in another order, and DeepSeek-V2 rotates in float32 where Qwen2 rotates in the model's dtype.
 - Routing keys in integer codes round the two parts of a key apart, so that what is subtracted again is not quite equal.
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CONTENT_PAIRS = 8
+CONTENT_PAIRS = 8  # unless the caller says otherwise
 CONTENT_SHARE = 0.5
 LANES_IN = 16  # one dimension of so many is a lane: lanes of size L make a root mean square of L / 4
 LANE = {torch.float32: 2.0**24, torch.bfloat16: 2.0**24, torch.float16: 2.0**12}
@@ -53,6 +54,7 @@ class Shapes:
     heads: int
     kv_heads: int
     head_dim: int
+    content_pairs: int = CONTENT_PAIRS
 
     @property
     def keys(self) -> int:
@@ -67,7 +69,7 @@ class Shapes:
     @property
     def slow(self) -> Tensor:
         """The C dimensions of a head's slowest rotary pairs, pair by pair."""
-        return self.pairs[-2 * CONTENT_PAIRS :]
+        return self.pairs[max(0, self.head_dim - 2 * self.content_pairs) :]
 
     @property
     def nope(self) -> int:
@@ -92,18 +94,17 @@ def _with_lanes(content: int) -> int:
     return LANES_IN * math.ceil(content / (LANES_IN - 1))
 
 
-def shapes_of(config: Any) -> Shapes:
-    """Sizes of the source's attention layers."""
+def shapes_of(config: Any, content_pairs: int = CONTENT_PAIRS) -> Shapes:
+    """Sizes of the source's attention layers, and of what expresses them."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Shapes(config.hidden_size, heads, config.num_key_value_heads, head_dim)
+    return Shapes(config.hidden_size, heads, config.num_key_value_heads, head_dim, content_pairs)
 
 
-def target_config(config: Any) -> Any:
+def target_config(config: Any, s: Shapes) -> Any:
     """The `DeepseekV2Config` that re-expresses a `Qwen2Config`. No layer has experts."""
     from transformers import DeepseekV2Config
 
-    s = shapes_of(config)
     # DeepSeek-V2 multiplies its scale (nope + rope)**-0.5 by (0.1 * mscale_all_dim * ln(factor) + 1)**2
     growth = ((s.nope + s.rope) / s.head_dim) ** 0.25 - 1
     # with a base of 1, the factor of a wavelength is the wavelength
@@ -209,7 +210,7 @@ def latent_attention(source: dict[str, Tensor], s: Shapes) -> dict[str, Tensor]:
     return found | {"o_proj.weight": source["o_proj.weight"], "o_proj.bias": zeros(s.hidden)}
 
 
-def difference(attention: dict[str, Tensor], config: Any, target: Any) -> float:
+def difference(attention: dict[str, Tensor], s: Shapes, config: Any, target: Any) -> float:
     """Largest difference of the attention outputs of both expressions of one layer, relative to the largest output.
 
     In float32, on 64 random inputs ``(1, 64, hidden)`` at positions spread over the model's whole context.
@@ -217,7 +218,6 @@ def difference(attention: dict[str, Tensor], config: Any, target: Any) -> float:
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as mla
     from transformers.models.qwen2 import modeling_qwen2 as gqa
 
-    s = shapes_of(config)
     states = torch.randn(1, 64, s.hidden, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(64)[None] * (config.max_position_embeddings // 64)
     outputs = []
