@@ -18,9 +18,9 @@ MIXED = "dtype" in torch.ops.aten.bmm.overloads()
 class MlaAdapter(Adapter):
     """Absorbed attention of one MLA module.
 
-    ``kv_b_proj`` holds, for each head, W_UK (latent to content key) and W_UV (latent to value). A content score is
-    q_nope . (W_UK c) = (q_nope W_UK) . c, and a value is W_UV c, so queries go into latent space once a step and the
-    weighted sum of latents comes back once a step.
+    ``kv_b_proj`` holds, per head, W_UK (latent to content key) and W_UV (latent to value). A content score is
+    q_nope . (W_UK c) = (q_nope W_UK) . c, and a value is W_UV c, so queries go into latent space once per step and the
+    weighted sum of latents comes back once per step.
     """
 
     layout = "mla"
