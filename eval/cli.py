@@ -15,6 +15,7 @@ COMMANDS = {
     "report": "rebuild the tables and pictures of a finished or interrupted run",
     "paper": "which conditions of the paper's tables hold in a run",
     "compare": "one prompt: answers, rows read, agreement and attention error of several settings beside dense",
+    "recommend": "the settings that read fewest rows and keep a share of dense decoding, on your own prompts",
     "check": "self-check of a model: what is patched, K = M equals dense, unpatching restores",
     "convert-to-mla": "write a Qwen2 checkpoint as DeepSeek-V2 (MLA) of the same function, to test MLA on real weights",
     "bench": "time and memory: decode (whole model), operator (one layer), capture (a real workload)",

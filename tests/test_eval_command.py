@@ -413,6 +413,7 @@ def test_help_imports_no_torch_and_names_tasks_and_an_example():
     )
     for command, words in {
         "ruler": ["niah_multikey_3", "facts_hard", "Example: latent-santa ruler", "minutes", "Algorithm 3"],
+        "recommend": ["Example: latent-santa recommend", "(default: contiguous)"],
         "compare": ["Example: latent-santa compare", "Equation 14", "(default: per_head,pooled)"],
         "report": ["Example: latent-santa report"],
     }.items():

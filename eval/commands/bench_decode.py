@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from latent_santa.eval.commands import options
+from latent_santa.eval.commands.config_file import add_config_option
 from latent_santa.eval.errors import EvalError
 
 HEADER = (
@@ -53,6 +54,7 @@ def add_parser(subparsers: Any) -> None:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--device", type=options.word, default="auto", help="cpu, cuda, ...; auto: a GPU if there is one")
     add("--out", type=options.path, metavar="DIR", help="write decode.json and decode.md there")
+    add_config_option(parser)
     parser.set_defaults(run=run)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.commands import options
+from latent_santa.eval.commands.config_file import add_config_option
 from latent_santa.eval.errors import EvalError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def add_parser(subparsers: Any) -> None:
     add("--no-stages", action="store_true", help="leave the single launches' times out")
     parser.add_argument("--seed", type=int, default=0, help="seed of synthetic rows and of the noise")
     parser.add_argument("--out", type=options.path, metavar="DIR", help="write operator.json, .md and .png there")
+    add_config_option(parser)
     parser.set_defaults(run=run)
 
 

@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from typing import Any
 
+from latent_santa.eval.commands.config_file import read
 from latent_santa.eval.commands.options import Help, add_model_options, at_least, model_spec
 from latent_santa.eval.errors import EvalError
 
@@ -25,6 +26,9 @@ def add_parser(subparsers: Any) -> None:
     add_model_options(parser, default="builtin:tiny")
     parser.add_argument("--length", type=int, default=600, help="tokens of the prompt, drawn from the vocabulary")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompt")
+    parser.add_argument(
+        "--config", type=read, metavar="FILE", help="check under the settings that SantaConfig.save wrote to this file"
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     spec = model_spec(args)
     at_least(args, length=1)
+    if args.config is not None and args.config.method == "dense":
+        raise EvalError('--config: its method is "dense", which samples nothing; give settings of a sampled method')
     config = load_config(spec)
     check_supported(spec, config)
     rows, asked = args.length + NEW_TOKENS, f"--length {args.length} with {NEW_TOKENS} new tokens"
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     ids = [draw.choice(ordinary) for _ in range(args.length)]
     counts: Counter[bool | None] = Counter()
     try:
-        for check in run_checks(model, ids):
+        for check in run_checks(model, ids, args.config):
             counts[check.passed] += 1
             mark = {True: "[green]ok  [/green]", False: "[red]FAIL[/red]", None: "n/a "}[check.passed]
             console.print(f"{mark} {check.name}: ", end="")

@@ -55,6 +55,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison and print its table."""
+    import torch
+
     import latent_santa
     from latent_santa.eval.report.outcomes import show
     from latent_santa.eval.report.tables import output_console
@@ -99,9 +101,10 @@ def run(args: argparse.Namespace) -> int:
         Progress(console) as bar,
     ):
         bar.stage("settings", len(asked))
+        prompt = santa.prefill(torch.tensor([ids], device=model.get_input_embeddings().weight.device))
         for condition in asked:
             dense = outcomes[0] if outcomes else None
-            outcomes.append(run_condition(santa, tokenizer, ids, condition, args.max_new_tokens, dense))
+            outcomes.append(run_condition(santa, tokenizer, prompt, condition, args.max_new_tokens, dense))
             bar.step(label(condition))
         bar.end_stage()
         layout = santa.layout

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latent_santa.eval.commands.config_file import add_config_option
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run.models import DTYPES, QUANTS, ModelSpec
 
@@ -150,7 +151,8 @@ def add_prompt_options(parser: argparse.ArgumentParser, length: int | None, show
 
 def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: str) -> None:
     """Add the settings of the method; the texts say the defaults of --budgets and --parents by model."""
-    add = parser.add_argument_group("method (Section 2, Appendix A)").add_argument
+    group = parser.add_argument_group("method (Section 2, Appendix A)")
+    add = group.add_argument
     add(
         "--methods",
         type=values(str, "dense,santa++"),
@@ -228,6 +230,7 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
     )
     add("--seed", type=int, default=0, help="base seed of the sampling noise")
     add("--kmeans-seed", type=int, default=0, help="seed of k-means")
+    add_config_option(group)
 
 
 def model_spec(args: argparse.Namespace, check: bool = True) -> ModelSpec:

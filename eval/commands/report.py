@@ -16,7 +16,8 @@ def add_parser(subparsers: Any) -> None:
         help="rebuild the tables and pictures of a finished or interrupted run",
         description="Rebuild summary.json, summary.csv, table.md and access_accuracy.png of a run, and with --html one "
         "page with the answers side by side. Or compare two runs on the prompts that both have. No model is loaded."
-        "\n\nExamples: latent-santa report out/tiny --html; latent-santa report --compare out/before out/after",
+        "\n\nExample: latent-santa report out/tiny --html"
+        "\n\nExample: latent-santa report --compare out/before out/after",
         formatter_class=Help,
     )
     parser.add_argument("directory", type=path, nargs="?", help="directory of the run (its --out)")

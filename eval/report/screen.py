@@ -14,7 +14,7 @@ from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.tables import plain_table, title
 from latent_santa.eval.run.store import Store
 
-KEPT = 95.0  # percent of dense's score that the sentence looks for
+KEPT = 99.0  # percent of dense's score that the sentence looks for
 EQUAL = 1.0  # points of rows read that are no difference
 FEW = 20  # prompts per task; with fewer, the sentence says so
 HOW_TO_READ = (

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from latent_santa.config import SantaConfig
 from latent_santa.eval.run.conditions import name, swept
+
+if TYPE_CHECKING:
+    from latent_santa.patches import SantaHandle
+    from latent_santa.patches.prefilled import Prefilled
 
 
 @dataclass
@@ -24,7 +28,7 @@ class Outcome:
         agreement: share of leading tokens equal to dense ones, in percent of the longer answer.
         error: mean relative attention error against dense on the same cache (shadow mode); None for dense.
         full: whether every sparse call selected every team, which is dense attention.
-        seconds: of a generation without shadow mode.
+        seconds: of decoding without shadow mode; prefill and grouping are left out.
         peak_bytes: GPU memory at its highest in that generation; None on a CPU.
     """
 
@@ -61,7 +65,13 @@ def agreement(tokens: Sequence[int], dense: Sequence[int]) -> float:
 
 @torch.inference_mode()
 def run_condition(
-    santa: Any, tokenizer: Any, ids: list[int], condition: SantaConfig, max_new_tokens: int, dense: Outcome | None
+    santa: SantaHandle,
+    tokenizer: Any,
+    prompt: Prefilled,
+    condition: SantaConfig,
+    max_new_tokens: int,
+    dense: Outcome | None,
+    shadow: bool = True,
 ) -> Outcome:
     """Generate greedily under one condition: once for time, and once in shadow mode for the attention error.
 
@@ -69,17 +79,16 @@ def run_condition(
 
     Args:
         santa: handle of the patched model.
-        ids: token ids of the prompt.
+        prompt: one prompt, prefilled by the handle.
         dense: the dense outcome to compare with, None for the dense run itself.
+        shadow: False leaves the attention error out.
     """
-    model = santa.model
-    device = model.get_input_embeddings().weight.device
-    prompt = torch.tensor([ids], device=device)
+    device, n = prompt.input_ids.device, prompt.input_ids.shape[1]
     santa.configure(condition)
+    prompt.rewound()  # the rows are grouped outside the time
 
     def generate() -> list[int]:
-        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens)
-        return output[0, len(ids) :].tolist()
+        return prompt.generate(max_new_tokens=max_new_tokens)[0, n:].tolist()
 
     santa.reset()
     santa.shadow = False
@@ -94,7 +103,7 @@ def run_condition(
     rows = santa.access.as_dict()["totals"]
     full = santa.sparse_calls > 0 and santa.full_calls == santa.sparse_calls
     error = None
-    if condition.method != "dense":
+    if condition.method != "dense" and shadow:
         santa.shadow = True
         generate()
         santa.shadow = False

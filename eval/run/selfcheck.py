@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from latent_santa.config import SantaConfig
 from latent_santa.eval.run.comparison import common_start
 
 NEW_TOKENS = 8
@@ -40,8 +41,11 @@ def _generate(model: Any, ids: torch.Tensor, **options: Any) -> tuple[list[int],
     return out.sequences[0, ids.shape[1] :].tolist(), torch.cat(out.logits).float()
 
 
-def run_checks(model: Any, ids: list[int]) -> Iterator[Check]:
+def run_checks(model: Any, ids: list[int], config: SantaConfig | None = None) -> Iterator[Check]:
     """Check a loaded, unpatched model on one prompt; findings come as they are made.
+
+    Args:
+        config: settings to sample under; None for SANTA++'s own with a budget of 128.
 
     Raises:
         NotImplementedError: the model cannot be patched at all.
@@ -51,7 +55,10 @@ def run_checks(model: Any, ids: list[int]) -> Iterator[Check]:
     prompt = torch.tensor([ids], device=model.get_input_embeddings().weight.device)
     before = _state(model)
     tokens, logits = _generate(model, prompt)
-    with latent_santa.patch(model, budget=512) as santa:
+    asked = config or SantaConfig(budget=BUDGET)
+    # K >= M is dense where every representative is scored
+    base = asked.with_overrides(routing="one_stage") if asked.method == "santa++" else SantaConfig()
+    with latent_santa.patch(model, base) as santa:
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         yield Check("all layers patched", santa.layers >= layers, f"{santa.layers} {santa.layout.upper()} of {layers}")
         for estimator in ("per_head", "pooled"):
@@ -59,17 +66,17 @@ def run_checks(model: Any, ids: list[int]) -> Iterator[Check]:
             found, found_logits = _generate(model, prompt)
             yield _same(f"K >= M equals dense ({estimator})", tokens, logits, found, found_logits)
         santa.reset()
-        santa.configure(budget=BUDGET, estimator="per_head")
+        santa.configure(asked)
         _generate(model, prompt)
         sampled = _samples(santa, len(ids))
         yield sampled
         percent, teams = santa.access.percent, "" if sampled.passed else ", with every team"
-        yield Check("rows are counted", percent == percent, f"{percent:.1f} % of dense at S={BUDGET}{teams}")
+        yield Check("rows are counted", percent == percent, f"{percent:.1f} % of dense at S={asked.budget}{teams}")
         santa.configure(method="dense")
         found, found_logits = _generate(model, prompt)
         identical = found == tokens and torch.equal(found_logits, logits)
         yield Check('method "dense" is the unpatched model', identical, "bit-equal" if identical else "not bit-equal")
-        santa.configure(method="santa++", budget=512)
+        santa.configure(base)
         yield _runs("prompt lookup decoding", lambda: _generate(model, prompt, prompt_lookup_num_tokens=DRAFT_TOKENS))
         yield _refuses("static cache", lambda: _generate(model, prompt, cache_implementation="static"))
     yield Check("unpatching restores every attribute", before == _state(model), f"{len(before)} attributes compared")
@@ -80,7 +87,7 @@ def run_checks(model: Any, ids: list[int]) -> Iterator[Check]:
 
 def _samples(santa: Any, length: int) -> Check:
     """Whether calls of the budget left teams out. A prompt with no more than K teams gives nothing to sample."""
-    name, sparse = f"a budget of {BUDGET} samples", santa.sparse_calls
+    name, sparse = f"a budget of {santa.config.budget} samples", santa.sparse_calls
     left_out = sparse - santa.full_calls
     if sparse and not left_out:
         return Check(name, None, f"{length} tokens have too few teams to leave any out; give a longer prompt")
