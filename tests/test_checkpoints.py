@@ -92,6 +92,8 @@ def test_what_a_directory_lacks_is_said_before_transformers_is_asked(
         with pytest.raises(EvalError, match=f"--model '{name}': no such directory; give a hub id"):
             models.ModelSpec(name).check()
     assert "the directory has no config.json, so it holds no model" in refusal(tmp_path)
+    assert main(["ruler", "--model", str(tmp_path), "--dry-run"]) == 2  # it checks no weights, and none are needed
+    assert "the directory has no config.json" in capsys.readouterr().err
     model = save_random_model(tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(tmp_path / "away")
@@ -103,6 +105,9 @@ def test_what_a_directory_lacks_is_said_before_transformers_is_asked(
     assert "lists 2 files, and model-2.safetensors is not there" in refusal(model)
     index.write_text("[]")
     assert "model.safetensors.index.json is no index of weights" in refusal(model)
+    (model / "model-1.safetensors").rename(model / "model.safetensors")
+    models.ModelSpec(str(model)).check()  # nobody reads the index beside the whole file
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
     index.unlink()
     (model / "model-1.safetensors").rename(model / "model.safetensors")
     for file in model.glob("tokenizer*"):

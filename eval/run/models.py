@@ -118,18 +118,26 @@ def check_directory(path: Path) -> None:
     """Raises EvalError for a directory that lacks a part of a checkpoint, naming it. No weight is read."""
     if (path / "adapter_config.json").is_file():
         return  # transformers finds the model that the adapter belongs to
-    if not (path / "config.json").is_file():
-        raise EvalError(f"--model {path}: the directory has no config.json, so it holds no model")
+    _check_config(path)
     files = {file.name for file in path.iterdir()}
     if not any(name.endswith((".safetensors", ".bin")) for name in files):
         raise EvalError(f"--model {path}: the directory has a config.json, but no weights (*.safetensors or *.bin)")
-    for name in sorted(name for name in files if name.endswith((".safetensors.index.json", ".bin.index.json"))):
-        try:
-            parts = set(json.loads((path / name).read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise EvalError(f"--model {path}: {name} is no index of weights: {error!r}") from error
-        if absent := sorted(parts - files):
-            raise EvalError(f"--model {path}: {name} lists {len(parts)} files, and {', '.join(absent)} is not there")
+    # the first of these is what transformers reads
+    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+    name = next((name for name in names if name in files), "")
+    if not name.endswith(".index.json"):
+        return
+    try:
+        parts = set(json.loads((path / name).read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise EvalError(f"--model {path}: {name} is no index of weights: {error!r}") from error
+    if absent := sorted(parts - files):
+        raise EvalError(f"--model {path}: {name} lists {len(parts)} files, and {', '.join(absent)} is not there")
+
+
+def _check_config(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise EvalError(f"--model {path}: the directory has no config.json, so it holds no model")
 
 
 def check_device(device: str) -> None:
@@ -172,6 +180,8 @@ def load_config(spec: ModelSpec) -> Any:
     from transformers import AutoConfig
 
     where, keywords = spec.source()
+    if Path(where).is_dir() and not (Path(where) / "adapter_config.json").is_file():
+        _check_config(Path(where))
     try:
         return AutoConfig.from_pretrained(where, **keywords)
     except Exception as error:
