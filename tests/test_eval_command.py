@@ -412,7 +412,13 @@ def test_help_imports_no_torch_and_names_tasks_and_an_example():
         "print(sorted(sys.modules.keys() & {'torch', 'transformers', 'numpy'}), file=sys.stderr)"
     )
     for command, words in {
-        "ruler": ["niah_multikey_3", "facts_hard", "Example: latent-santa ruler", "minutes", "Algorithm 3"],
+        "ruler": [
+            "niah_multikey_3",
+            "facts_hard",
+            "Example: latent-santa ruler",
+            "about one minute of one CPU core",
+            "Algorithm 3",
+        ],
         "recommend": ["Example: latent-santa recommend", "(default: contiguous)"],
         "compare": ["Example: latent-santa compare", "Equation 14", "(default: per_head,pooled)"],
         "report": ["Example: latent-santa report"],

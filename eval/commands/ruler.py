@@ -22,7 +22,7 @@ from latent_santa.eval.run.models import TINY
 from latent_santa.eval.sources.tasks import BUILTIN, TINY_HARD
 from latent_santa.eval.sources.tasks import TINY as TINY_TASKS
 
-# What the options mean when they are not given. The tiny model's are a first look of a few minutes.
+# What the options mean when they are not given. The tiny model's are a first look: about a minute of one CPU core.
 DEFAULTS: dict[str, Any] = {
     "length": 8192,
     "tasks": "mla3",
@@ -46,7 +46,7 @@ Tasks of builtin and official prompts: {", ".join(BUILTIN)} (official data: qa_1
 Tasks of builtin:tiny: {", ".join((*TINY_TASKS, *TINY_HARD))}.
 Groups: all, mla3 (niah_multivalue, fwe, qa_1); builtin:tiny also hard.
 
-Example: latent-santa ruler --model builtin:tiny --out out/tiny (all defaults: about two minutes of one CPU core)
+Example: latent-santa ruler --model builtin:tiny --out out/tiny (all defaults: about one minute of one CPU core)
 """
 
 
