@@ -85,7 +85,7 @@ def noise_keys(seed: int, sequence_keys: Sequence[int], device: torch.device | s
 
 
 def gumbel_noise(
-    key: Tensor, step: Tensor, layer: int | Tensor, groups: int, heads: int, teams: int, shared: bool
+    key: Tensor, step: Tensor, layer: int | Tensor, groups: int, heads: int, teams: int | Tensor, shared: bool
 ) -> Tensor:
     """Gumbel noise of one layer's decoding step, or of several layers' at one step.
 
@@ -95,7 +95,7 @@ def gumbel_noise(
         layer: layer index, or ``(L,)`` int64 of them.
         groups: G sharing groups.
         heads: H query heads per group, below 4 * 65536.
-        teams: M, the team index is the counter's first word.
+        teams: M, the team index is the counter's first word; or ``(B, G, M)`` int64, the indices themselves.
         shared: every head of a group takes the draw of its first head.
 
     Returns:
@@ -121,13 +121,13 @@ def _noise(
     layer: int | Tensor,
     groups: int,
     heads: int,
-    teams: int,
+    teams: int | Tensor,
     shared: bool,
 ) -> Tensor:
     """The counters' words, ``turned`` into draws."""
     device = key.device
     quads = 1 if shared else ceil_div(heads, 4)
-    c0 = torch.arange(teams, device=device)
+    c0 = teams[:, :, None] if isinstance(teams, Tensor) else torch.arange(teams, device=device)
     c1 = torch.arange(groups, device=device)[:, None] * GROUP_STRIDE + torch.arange(quads, device=device)
     c3 = torch.as_tensor(layer, device=device)
     words = philox(

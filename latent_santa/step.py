@@ -12,6 +12,9 @@ from .noise import gumbel_noise
 from .rows import Rows
 from .teams import Teams
 
+# one layer's draws from here on take longer to compute than to launch
+MANY_DRAWS = 1 << 18
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -32,6 +35,18 @@ class Draw:
     def gumbels(self, groups: int, heads: int, teams: int, shared: bool) -> Tensor:
         """The step's Gumbel noise, ``(B, G, H, M)`` float32."""
         return self._drawn(TEAMS, groups, heads, teams, shared)
+
+    def listed_gumbels(self, index: Tensor, heads: int, teams: int, shared: bool) -> Tensor:
+        """The noise of the teams ``index (B, G, T)``, places of -1 aside: ``(B, G, H, T)`` float32.
+
+        It is taken out of all M teams' noise where other layers' comes with that, and drawn alone where that is less.
+        """
+        batch, groups, listed = index.shape
+        place = index.clamp_min(0)
+        if 2 * listed < teams and batch * groups * (1 if shared else heads) * teams > MANY_DRAWS:
+            return gumbel_noise(self.key, self.step, self.layer, groups, heads, place, shared)
+        drawn = self.gumbels(groups, heads, teams, shared)
+        return drawn.gather(3, place[:, :, None].expand(-1, -1, heads, -1))
 
     def parent_gumbels(self, groups: int, heads: int, parents: int, shared: bool) -> Tensor:
         """Gumbel noise of a first stage over parents, ``(B, G, H, C)`` float32, independent of the teams' noise."""

@@ -65,8 +65,7 @@ def _in_two_stages(step: DecodeStep, sampling: Sampling) -> Selection:
     union = index >= 0
     if most > k:
         psi = _team_scores(step, index) - log_c
-        gumbels = step.draw.gumbels(*shape, teams.M, sampling.shared)
-        gumbels = gumbels.gather(3, index.clamp_min(0)[:, :, None].expand_as(psi))
+        gumbels = step.draw.listed_gumbels(index, step.heads, teams.M, sampling.shared)
         second = select(psi, gumbels, k, sampling.estimator, sampling.shared)
         scored = union.sum(-1)
         routing = routing + torch.where(scored > k, scored, 0)

@@ -328,6 +328,13 @@ def test_conditions_expand_check_and_name_themselves():
         "santa_s128",
     ]
     assert from_manifest({"conditions": [swept(condition) for condition in routed]}, "here") == list(routed)
+    noisy = expand(
+        DENSE, ["santa++"], [128], ["pooled"], ["contiguous"], [(16, 4)], [16], noise=["independent", "shared"]
+    )
+    assert [slug(condition) for condition in noisy] == [
+        "santapp_contiguous_16-4_pooled_s128",
+        "santapp_contiguous_16-4_pooled_shared_noise_s128",
+    ]
     assert not {"routing", "parents_per_head"} & {key for key, value in swept(routed[0]).items() if value is not None}
     with pytest.raises(EvalError, match="unknown estimator 'mean'.*per_head, pooled"):
         expand(DENSE, ["santa++"], [128], ["mean"], ["kmeans"], [(16, 4)], [16])

@@ -236,6 +236,18 @@ def test_a_sequence_without_a_real_row():
     assert bool(output.out.isfinite().all())
 
 
+@pytest.mark.parametrize("noise", ["independent", "shared"])
+def test_listed_draws_are_those_of_all_teams(monkeypatch, noise):
+    """Taken out of all teams' noise or drawn alone: the same numbers, so sizes decide about time only."""
+    case = with_parents(make_case("gqa", heads=6, groups=2, lengths=(90, 57)))
+    outputs = []
+    for many in (0, 1 << 60):
+        monkeypatch.setattr("latent_santa.step.MANY_DRAWS", many)
+        outputs.append(sampled_attention(case.step, two_stages(1, 4, "pooled", noise)))
+    assert 2 * 6 * 2 < case.teams.M  # so that drawing alone is less
+    assert outputs[0].out.equal(outputs[1].out) and outputs[0].union.equal(outputs[1].union)
+
+
 # records
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from latent_santa.eval.run.render import Renderer
 
 # SantaConfig's fields that are one option each, and equal in all settings of a run
-SHARED = ("noise", "draws", "routing_dtype", "backend", "kmeans_engine", "seed", "kmeans_seed")
+SHARED = ("draws", "routing_dtype", "backend", "kmeans_engine", "seed", "kmeans_seed")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -200,9 +200,9 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
     add("--centroid-sizes", type=values(int, "16,32"), default="16", help="B, nominal rows per cluster of centroid")
     add(
         "--noise",
+        type=values(str, "independent,shared"),
         default="independent",
-        choices=("independent", "shared"),
-        help="Gumbel noise: one draw per head, or one shared by the heads that share rows",
+        help="Gumbel noise: one draw per head (independent), or one that the heads of a group have in common (shared)",
     )
     add(
         "--draws",
@@ -276,7 +276,7 @@ def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig
         named = (dict(zip(("parents_per_head", "parent_summary"), part, strict=False)) for part in product(*axes))
         routing += [{"routing": kind, **fields} for fields in named]
     sizes = (teams, args.centroid_sizes)
-    return expand(base, args.methods, args.budgets, args.estimators, args.parents, *sizes, routing)
+    return expand(base, args.methods, args.budgets, args.estimators, args.parents, *sizes, routing, args.noise)
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

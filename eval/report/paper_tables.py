@@ -76,9 +76,9 @@ def method_key(condition: SantaConfig) -> str | None:
         return condition.method
     if condition.method == "centroid":
         return f"centroid{condition.parent_size}" if condition.parents == "kmeans" else None
-    names = ("method", "parent_size", "representatives", "estimator", "routing")
+    names = ("method", "parent_size", "representatives", "estimator", "noise", "routing")
     settings = tuple(getattr(condition, name) for name in names)
-    return condition.parents if settings == ("santa++", 16, 4, "per_head", "one_stage") else None
+    return condition.parents if settings == ("santa++", 16, 4, "per_head", "independent", "one_stage") else None
 
 
 def same_model(name: str, model: str) -> bool:

@@ -13,7 +13,7 @@ from latent_santa.methods import METHODS
 
 TWO_STAGES = ("routing", "parents_per_head", "parent_summary")
 # Fields in which the settings of one run differ; the others are equal in all of them.
-SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator", *TWO_STAGES)
+SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator", "noise", *TWO_STAGES)
 
 _NAMES = {"dense": "dense (SDPA)", "santa": "SANTA", "santa++": "SANTA++", "kmeans": "k-means"}
 
@@ -22,7 +22,7 @@ def swept_by(method: str) -> list[str]:
     """The fields in which settings of a method differ. Methods without representatives are baselines: per head only."""
     used = METHODS[method].settings
     fields = [field for field in SWEPT if field in used]
-    return [field for field in fields if field != "estimator" or "representatives" in used]
+    return [field for field in fields if field not in ("estimator", "noise") or "representatives" in used]
 
 
 def swept(config: SantaConfig) -> dict[str, Any]:
@@ -30,6 +30,8 @@ def swept(config: SantaConfig) -> dict[str, Any]:
     own = swept_by(config.method)
     if config.routing == "one_stage":
         own = [field for field in own if field not in TWO_STAGES]
+    if config.noise == "independent":
+        own = [field for field in own if field != "noise"]
     return {"method": config.method} | {field: getattr(config, field) if field in own else None for field in SWEPT}
 
 
@@ -44,6 +46,8 @@ def name(config: SantaConfig) -> str:
         words += [f"B={config.parent_size}", parents]
     if own["estimator"]:
         words.append(config.estimator.replace("_", " "))
+    if own["noise"]:
+        words.append("shared noise")
     if own["routing"]:
         words.append(f"two-stage K1={config.parents_per_head}")
         words += [] if config.parent_summary == "mean" else [config.parent_summary]
@@ -115,6 +119,7 @@ def expand(
     teams: Sequence[tuple[int, int]],
     centroid_sizes: Sequence[int],
     routing: Sequence[Mapping[str, Any]] = ({},),
+    noise: Sequence[str] = (),
 ) -> tuple[SantaConfig, ...]:
     """All conditions of a run, dense first, each method with the settings that it uses.
 
@@ -122,6 +127,7 @@ def expand(
              depends on the one that ran before it
     teams    pairs (P, R)
     routing  fields that say how teams are routed, such as {"routing": "two_stage", "parents_per_head": 64}
+    noise    kinds of noise; none given: the base's
 
     Raises EvalError naming what is wrong.
     """
@@ -129,6 +135,7 @@ def expand(
         ("method", methods, tuple(METHODS)),
         ("estimator", estimators, choices()["estimator"]),
         ("parents", parents, choices()["parents"]),
+        ("noise", noise, choices()["noise"]),
     ):
         for value in given:
             if value not in known:
@@ -144,6 +151,7 @@ def expand(
             [{"parents": value} for value in parents] if "parents" in own else [{}],
             [dict(zip(("parent_size", "representatives"), size, strict=False)) for size in sizes],
             [{"estimator": value} for value in estimators] if "estimator" in own else [{}],
+            [{"noise": value} for value in noise] or [{}] if "noise" in own else [{}],
             [dict(fields) for fields in routing] if "routing" in own else [{}],
             [{"budget": value} for value in budgets] if "budget" in own else [{}],
         ]
