@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -199,9 +200,21 @@ def test_dry_run_loads_no_model_and_writes_nothing(tmp_path, model, monkeypatch,
     assert main(["ruler", "--model", model, *OPTIONS, "--dry-run"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "niah_single_1" in shown and "3 settings x 6 prompts" in shown and "4096 positions" in shown
+    assert "time: not known before the model is loaded" in shown
     assert list(tmp_path.iterdir()) == []
-    assert main(["ruler", "--model", "builtin:tiny", "--dry-run", "--tasks", "all", "--n", "1"]) == 0
-    assert "the tiny model's own grammar" in " ".join(capsys.readouterr().out.split())
+
+
+def test_dry_run_times_one_prompt_of_the_embedded_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = "ruler --model builtin:tiny --dry-run --tasks all --n 2 --length 400 --budgets 8,32 --estimators pooled"
+    assert main(words.split()) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the tiny model's own grammar" in shown and "3 settings x 14 prompts" in shown
+    minutes, seconds = re.search(r"about ([\d.]+) minutes, from one prompt .*, ([\d.]+) s for all 3", shown).groups()
+    assert float(seconds) > 0 and float(minutes) == pytest.approx(14 * float(seconds) / 60, abs=0.07)
+    rows = re.search(r"at most ([\d,]+) per layer, (\d+) MiB", shown).groups()
+    assert 300 < int(rows[0]) <= 400 and int(rows[1]) == round(int(rows[0]) * 6 * 160 * 4 / 2**20)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

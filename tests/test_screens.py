@@ -28,7 +28,7 @@ def setting(name, budget, kept, read, score, half=10.25, difference=None):
             low, value, high = difference or (-9.0, -4.0, 1.0)
             cell["difference"] = {"value": value, "half": 5.0, "low": low, "high": high}
     method = "dense" if name.startswith("dense") else "santa++"
-    return {"name": name, "S": budget, "method": method, "slug": name, "cells": {"mean": cell}}
+    return {"name": name, "S": budget, "method": method, "slug": name, "done": 12, "cells": {"mean": cell}}
 
 
 def summary(*settings, n=4):
@@ -67,6 +67,8 @@ def test_the_sentence_names_the_fewest_rows_that_keep_the_score():
     assert "-4.0 points, 95 % interval -9.0 to +1.0" in told and "4 prompts per task are a first look" in told
     close = setting("e", 128, 99.5, 42.2, 79.6)  # within a point of b's rows: no more to read, and more kept
     assert screen.meaning(summary(*settings, close)).startswith("e at S=128 keeps 99.5 %")
+    equal = screen.meaning(summary(setting("f", 64, 100.0, 30.0, 80.0, difference=(0.0, 0.0, 0.0))))
+    assert "Each of the 12 prompts scored as it did under dense." in equal and "interval" not in equal
     assert screen.meaning(summary(settings[0])).startswith("a at S=512 keeps all of dense's score and reads 80.0 %")
     none = screen.meaning(summary(settings[2], setting("d", 8, 12.0, 5.0, 9.6)))
     assert none.startswith("No setting keeps 99 % of dense's score. The best: c at S=64 keeps 99.0 %")
@@ -196,8 +198,8 @@ def test_two_runs_are_paired_on_prompts_that_both_answered(run, tmp_path, monkey
     manifest["conditions"].pop()
     (other / "manifest.json").write_text(json.dumps(manifest))
     found = pairs.compare(Store(run), Store(other))
-    same, differing = found["rows"]
-    assert len(found["rows"]) == 2 and found["only"] == [[others[1]], []]
+    same, differing = found["settings_of_both"]
+    assert len(found["settings_of_both"]) == 2 and found["only"] == [[others[1]], []]
     assert found["settings"] == ["routing_dtype: 'model' then, 'int4' now"] and found["prompts"] == [4, 4, 4]
     assert same["difference"]["value"] == 0 and same["changed_answers"] == 0 and same["access"] == [100.0, 100.0]
     before, after = (Store(directory).results(others[0]) for directory in (run, other))

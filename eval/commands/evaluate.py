@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +26,8 @@ from latent_santa.eval.run.runner import Runner
 from latent_santa.eval.run.store import Prompt, Store, check_writable
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
+
+FIRST_LOOK = "two to three minutes of one CPU core"  # as measured with the tiny model's defaults
 
 
 @dataclass
@@ -127,8 +128,8 @@ class Evaluation:
     def _announce(self, store: Store, quick: list[str]) -> None:
         if quick:
             self._say(
-                f"A quick first look with {' '.join(quick)}: few prompts, so wide intervals. Any of these options can "
-                "be given."
+                f"A quick first look, {FIRST_LOOK} that nobody else uses: {' '.join(quick)}. Few prompts, so wide "
+                "intervals; any of these options can be given."
             )
         manifest = store.manifest()
         self._say(f"Run in {store.directory}: {data_statement(manifest)}.")
@@ -267,33 +268,3 @@ def _kept(store: Store, first: bool) -> Iterator[None]:
 def _complete(store: Store, condition: SantaConfig, wanted: set[str]) -> bool:
     good = {sample_id for sample_id, result in store.results(slug(condition)).items() if "error" not in result}
     return wanted <= good
-
-
-def dry_run(evaluation: Evaluation) -> int:
-    """Show what would be run: prompt lengths and the work they make. Writes nothing."""
-    prompts, origin, warnings = evaluation.prompts()
-    console = tables.output_console()
-    lengths: dict[str, list[int]] = defaultdict(list)
-    caps: dict[str, int] = {}
-    for prompt in prompts:
-        lengths[prompt.sample.task].append(prompt.n_tokens)
-        caps[prompt.sample.task] = prompt.sample.max_new_tokens
-    table = tables.plain_table(
-        f"prompts: {data_statement({'origin': origin})}",
-        ("task", "prompts", "least tokens", "median", "most", "new tokens at most", "filled (%)"),
-    )
-    for task, found in lengths.items():
-        found.sort()
-        filled = 100 * (sum(found) / len(found) + caps[task]) / evaluation.request.length
-        middle = found[len(found) // 2]
-        table.add_row(task, *map(str, (len(found), found[0], middle, found[-1], caps[task])), f"{filled:.1f}")
-    console.print(table)
-    total = sum(prompt.n_tokens for prompt in prompts)
-    console.print(
-        f"{len(evaluation.conditions)} settings x {len(prompts)} prompts, {total * len(evaluation.conditions):,} "
-        f"prompt tokens to prefill at most; limit of the model: {evaluation.limit} positions",
-        highlight=False,
-    )
-    for warning in warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
-    return 0

@@ -31,10 +31,11 @@ DEFAULTS: dict[str, Any] = {
     "parents": ["kmeans"],
 }
 TINY_DEFAULTS: dict[str, Any] = {
-    "length": 2048,
+    # the representatives are a quarter of the rows at any length; the rest of what is read shrinks with it
+    "length": 8192,
     "tasks": "multivalue,fwe,facts,multikey_hard",
-    "n": 4,
-    "budgets": [8, 32, 128],
+    "n": 3,
+    "budgets": [32, 128, 256],
     "parents": ["contiguous"],  # scikit-learn's k-means would take most of a short run
 }
 DESCRIPTION = f"""\
@@ -46,7 +47,7 @@ Tasks of builtin and official prompts: {", ".join(BUILTIN)} (official data: qa_1
 Tasks of builtin:tiny: {", ".join((*TINY_TASKS, *TINY_HARD))}.
 Groups: all, mla3 (niah_multivalue, fwe, qa_1); builtin:tiny also hard.
 
-Example: latent-santa ruler --model builtin:tiny --out out/tiny (all defaults: about one minute of one CPU core)
+Example: latent-santa ruler --model builtin:tiny --out out/tiny (all defaults: two to three minutes of one CPU core)
 """
 
 
@@ -86,7 +87,11 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--out", type=path, metavar="DIR", help="directory of the run (default: out/ruler-MODEL-TIME)")
     add("--resume", action="store_true", help="go on with the run in --out, if there is one")
-    add("--dry-run", action="store_true", help="build the prompts and show their lengths; load only the tokenizer")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="build the prompts and show their lengths and the work; builtin:tiny is timed, no other model is loaded",
+    )
     add("--batch-size", type=int, default=1, help="prompts of one task generated together: faster on a GPU")
     add(
         "--floor",
@@ -104,11 +109,13 @@ def run(args: argparse.Namespace) -> int:
     if args.offline:
         # Read by the hub's libraries when they are imported.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    from latent_santa.eval.commands.evaluate import dry_run, prepare
+    from latent_santa.eval.commands.evaluate import prepare
 
     quick = fill_defaults(args)
     evaluation = prepare(args)
     if args.dry_run:
+        from latent_santa.eval.commands.dry_run import dry_run
+
         return dry_run(evaluation)
     return evaluation.run(args.out or _new_directory(args.model), args.resume, quick)
 

@@ -34,14 +34,14 @@ def page(store: Store, summary: dict[str, Any], picture: bytes | None) -> str:
     for column in tables.columns_of(summary):
         parts.append(f"<h2>{escape(tables.title(summary, column))}</h2>")
         parts.append(
-            _table(header, [tables.cells(row, column, paper, summary["n"] == 1) for row in summary["conditions"]])
+            _table(header, [tables.cells(item, column, paper, summary["n"] == 1) for item in summary["conditions"]])
         )
     parts.append("<ul>" + "".join(f"<li>{escape(note)}</li>" for note in tables.notes(summary)) + "</ul>")
     parts.append(f"<h2>Answers</h2><p>The first {PROMPTS_PER_TASK} prompts of each task, under every setting. What was "
                  "wanted is marked where an answer has it.</p>")  # fmt: skip
     results = [
-        (row["name"] + (f" S={row['S']}" if row["S"] else ""), store.results(row["slug"]))
-        for row in summary["conditions"]
+        (item["name"] + (f" S={item['S']}" if item["S"] else ""), store.results(item["slug"]))
+        for item in summary["conditions"]
     ]
     for task in summary["tasks"]:
         parts.append(f"<h3>{escape(task)}</h3>")

@@ -37,7 +37,7 @@ def compare(first: Store, second: Store) -> dict[str, Any]:
             f"no setting is in both runs: {first.directory} has {', '.join(named[0])}; {second.directory} has "
             f"{', '.join(named[1])}"
         )
-    rows = []
+    entries = []
     for name in shared:
         results = [store.results(name) for store in stores]
         both = [s for s in common if all("score" in found.get(s.id, {}) for found in results)]
@@ -50,7 +50,7 @@ def compare(first: Store, second: Store) -> dict[str, Any]:
             {task: np.array(values) for task, values in scores.items()}, settings[0]["data_seed"]
         )
         dense = named[0][name].method == "dense"
-        rows.append(
+        entries.append(
             {
                 "name": label(named[0][name]),
                 "n": len(both),
@@ -59,14 +59,14 @@ def compare(first: Store, second: Store) -> dict[str, Any]:
                 "difference": {"value": difference.value, "low": difference.low, "high": difference.high},
             }
         )
-    if not rows:
+    if not entries:
         raise EvalError("no prompt has a result in both runs under the same setting")
     return {
         "runs": [str(store.directory) for store in stores],
         "prompts": [len(texts[0]), len(texts[1]), len(common)],
         "settings": differences(*settings),
         "only": [[name for name in mine if name not in other] for mine, other in (named, named[::-1])],
-        "rows": rows,
+        "settings_of_both": entries,
     }
 
 
@@ -77,11 +77,13 @@ def show(found: dict[str, Any], console: Console) -> None:
     table = plain_table(
         "", ("Setting", "n", "rows %\nfirst", "rows %\nsecond", "score, second\nminus first", "other\nanswers")
     )
-    for row in found["rows"]:
-        span = row["difference"]
-        interval = "" if row["n"] == 1 else f" [{span['low']:+.1f}, {span['high']:+.1f}]"
-        rows = ["-" if access is None else f"{access:.1f}" for access in row["access"]]
-        table.add_row(row["name"], str(row["n"]), *rows, f"{span['value']:+.1f}{interval}", str(row["changed_answers"]))
+    for entry in found["settings_of_both"]:
+        span = entry["difference"]
+        interval = "" if entry["n"] == 1 else f" [{span['low']:+.1f}, {span['high']:+.1f}]"
+        rows = ["-" if access is None else f"{access:.1f}" for access in entry["access"]]
+        table.add_row(
+            entry["name"], str(entry["n"]), *rows, f"{span['value']:+.1f}{interval}", str(entry["changed_answers"])
+        )
     console.print(table)
     console.print(Text("Brackets: 95 % intervals, prompts resampled within tasks. rows: of those that dense reads."))
     left = [

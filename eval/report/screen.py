@@ -76,7 +76,9 @@ def meaning(summary: dict[str, Any]) -> str:
     if cell["retained"] < KEPT:
         told = f"No setting keeps {KEPT:.0f} % of dense's score. The best: {told}"
     span, n = cell["difference"], summary["n"]
-    if n > 1:
+    if not any(span[end] for end in ("low", "value", "high")):
+        told += f" Each of the {item['done']} prompts scored as it did under dense."
+    elif n > 1:
         told += (
             f" Its score minus dense's, on the same prompts: {span['value']:+.1f} points, 95 % interval "
             f"{span['low']:+.1f} to {span['high']:+.1f}."
