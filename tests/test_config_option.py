@@ -28,7 +28,8 @@ def parsed(*words: str) -> argparse.Namespace:
     [
         {"budget": 24, "parent_size": 32, "representatives": 8, "estimator": "pooled", "parents": "contiguous"},
         {"routing": "two_stage", "parents_per_head": 7, "parent_summary": "isotropic", "routing_dtype": "int8"},
-        {"method": "centroid", "parent_size": 32, "budget": 64, "noise": "shared", "seed": 5},
+        {"method": "centroid", "parent_size": 32, "budget": 64, "seed": 5},
+        {"noise": "shared", "backend": "torch", "kmeans_engine": "torch", "kmeans_seed": 3},
         {"method": "santa", "budget": 20, "draws": "systematic"},
         {"method": "dense"},
     ],
@@ -64,6 +65,10 @@ def test_a_bench_takes_what_it_has_options_for_and_refuses_the_rest(tmp_path, ca
     with pytest.raises(SystemExit):
         parsed("ruler", "--model", "builtin:tiny", "--config", path)
     assert "first_token='dense', and latent-santa ruler has no option" in capsys.readouterr().err
+    _, path = saved(tmp_path, method="centroid", noise="shared")
+    with pytest.raises(SystemExit):
+        parsed("compare", "--config", path)
+    assert "runs centroid with 'independent' only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["ruler --model builtin:tiny", "compare", "recommend", "check", "bench decode"])

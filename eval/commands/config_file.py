@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from latent_santa.config import SantaConfig
 
-# Where a command takes several values of a field, and the name of its option. Others have the field's own name.
-LISTS = {
+SEVERAL: set[Any] = set()  # types of options that take several values; `options.values` adds to it
+PLURALS = {
     "method": "methods",
     "budget": "budgets",
-    "parents": "parents",
     "estimator": "estimators",
-    "routing": "routing",
-    "parents_per_head": "parents_per_head",
-    "parent_summary": "parent_summary",
     "routing_dtype": "routing_dtypes",
     "backend": "backends",
 }
@@ -52,20 +48,27 @@ class FromConfig(argparse.Action):
         config: SantaConfig = value
         setattr(namespace, self.dest, config)
         used, default = config.used(), SantaConfig()
+        options = {action.dest: action for action in parser._actions}
         for field, setting in config.to_dict().items():
-            place = LISTS.get(field)
-            if field == "method" and hasattr(namespace, "methods"):
+            option_of = options.get(PLURALS.get(field, field)) or options.get(field)
+            if field == "method" and option_of is not None:
                 namespace.methods = ["dense", *([setting] if setting != "dense" else [])]
-            elif place is not None and hasattr(namespace, place):
-                setattr(namespace, place, [setting])
-            elif hasattr(namespace, field):
-                setattr(namespace, field, setting)
+            elif option_of is not None:
+                setattr(namespace, option_of.dest, [setting] if option_of.type in SEVERAL else setting)
             elif field in used and setting != getattr(default, field):
-                raise argparse.ArgumentError(
-                    self, f"the file has {field}={setting!r}, and {parser.prog} has no option for it"
-                )
+                self._refuse(f"the file has {field}={setting!r}, and {parser.prog} has no option for it")
+        if "representatives" not in used and hasattr(namespace, "methods"):
+            for field in ("estimator", "noise"):
+                if field in used and getattr(config, field) != getattr(default, field):
+                    self._refuse(
+                        f"the file has {field}={getattr(config, field)!r}, and {parser.prog} runs {config.method} with "
+                        f"{getattr(default, field)!r} only"
+                    )
         if config.method == "centroid" and hasattr(namespace, "centroid_sizes"):
             namespace.centroid_sizes = [config.parent_size]
+
+    def _refuse(self, reason: str) -> None:
+        raise argparse.ArgumentError(self, reason)
 
 
 def add_config_option(group: Any) -> None:

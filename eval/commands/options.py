@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_santa.eval.commands.config_file import add_config_option
+from latent_santa.eval.commands.config_file import SEVERAL, add_config_option
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run.models import DTYPES, QUANTS, ModelSpec
 
@@ -44,6 +44,7 @@ def values(kind: Callable[[str], Any], example: str) -> Callable[[str], list[Any
         except (ValueError, argparse.ArgumentTypeError) as error:
             raise argparse.ArgumentTypeError(f"{text!r}: give values separated by commas, such as {example}") from error
 
+    SEVERAL.add(parse)
     return parse
 
 
