@@ -196,6 +196,17 @@ def test_progress_draws_one_bar_on_a_terminal():
     assert "dense: 2/2, vt score 75.0, rows 40.0 %" in text.getvalue()
 
 
+def test_a_long_note_leaves_count_and_times_whole_at_80_columns():
+    text = io.StringIO()
+    with Progress(Console(file=text, force_terminal=True, width=80)) as progress:
+        progress.stage("answers", 1284)
+        progress.step("SANTA++ contiguous 16/4 per head S=4096, multivalue score 100.0, rows 50.8 %")
+        progress.bar.refresh()
+        shown = text.getvalue().split("\r")[-1]
+        assert "answers" in shown and "1/1284" in shown and "0:00:00" in shown and "SANTA++ contig" in shown
+        assert "…" not in shown
+
+
 def test_model_options_are_checked_before_loading(tmp_path):
     def refuses(match, **options):
         with pytest.raises(EvalError, match=match):

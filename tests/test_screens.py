@@ -146,7 +146,7 @@ def test_a_report_shows_answers_and_paths_on_80_columns(run, monkeypatch, capsys
     assert screen.meaning(found) in words and f"latent-santa report '{run}'" in words
     assert f"Picture: {run / 'access_accuracy.png'}" in words
     first = Store(run).prompts()[0].sample
-    assert f"({first.id}," in words and ", ".join(first.references) in words
+    assert f"{first.id} (" in words and ", ".join(first.references) in words
     chosen = screen.chosen(found)
     for slug in ("dense", chosen["slug"]):
         answer = Store(run).results(slug)[first.id]["output"]

@@ -99,12 +99,10 @@ def answers(store: Store, summary: dict[str, Any]) -> Table | None:
         sample = prompt.sample
         if not all("output" in found.get(sample.id, {}) for found in (plain, sampled)):
             continue
-        question = " ".join(sample.input.split())[-150:]
+        question = " ".join(sample.input.split()[-25:])
         lines = Table.grid(padding=(0, 2), pad_edge=False)
-        lines.title, lines.title_justify = (
-            Text(f"A prompt and its answers ({sample.id}, {prompt.n_tokens:,} tokens)"),
-            "left",
-        )
+        heading = f"{sample.id} ({prompt.n_tokens:,} tokens), answered by dense attention and under that setting"
+        lines.title, lines.title_justify = Text(heading), "left"
         lines.add_column(no_wrap=True)
         lines.add_column(overflow="fold")
         for label, text in (

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 SECONDS_BETWEEN_LINES = 30.0
+FOR_COUNTS = 45  # columns for bar, count and times, which a long note would push out
 
 
 class Progress:
@@ -23,7 +24,7 @@ class Progress:
         if console.is_terminal and not quiet:
             columns = (
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=10),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[note]}"),
                 TimeElapsedColumn(),
@@ -56,7 +57,8 @@ class Progress:
         self._done += 1
         self._note = note or self._note
         if self.bar:
-            self.bar.update(self._stage, advance=1, note=self._note)  # type: ignore[arg-type]
+            room = self.console.width - FOR_COUNTS - len(self._label)
+            self.bar.update(self._stage, advance=1, note=self._note[: max(0, room)])  # type: ignore[arg-type]
         elif not self.quiet and time.monotonic() - self._last >= self.every:
             self._line()
 
