@@ -71,6 +71,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	@echo "Step 2 of 2: dense and sampled attention on the same prompts, with the embedded model"
 
 $(VENV)/.test: pyproject.toml constraints.txt
+	@echo "Installing latent_santa, PyTorch and what tests need into $(VENV): some minutes, and 2 GB of disk or more"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt --editable '.[eval,test]'
 	touch $@

@@ -210,8 +210,10 @@ def test_dry_run_times_one_prompt_of_the_embedded_model(tmp_path, monkeypatch, c
     assert main(words.split()) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "the tiny model's own grammar" in shown and "3 settings x 14 prompts" in shown
-    minutes, seconds = re.search(r"about ([\d.]+) minutes, from one prompt .*, ([\d.]+) s for all 3", shown).groups()
-    assert float(seconds) > 0 and float(minutes) == pytest.approx(14 * float(seconds) / 60, abs=0.07)
+    new = int(re.search(r"at most ([\d,]+) to generate", shown)[1].replace(",", ""))
+    found = re.search(r"about ([\d.]+) minutes, from ([\d.]+) s of prefill and ([\d.]+) ms per new token", shown)
+    minutes, prefill, token = map(float, found.groups())
+    assert token > 0 and minutes == pytest.approx((14 * prefill + new * token / 1000) / 60, abs=0.06)
     rows = re.search(r"at most ([\d,]+) per layer, (\d+) MiB", shown).groups()
     assert 300 < int(rows[0]) <= 400 and int(rows[1]) == round(int(rows[0]) * 6 * 160 * 4 / 2**20)
     assert list(tmp_path.iterdir()) == []

@@ -54,16 +54,14 @@ def _work(evaluation: Evaluation, prompts: list[Prompt]) -> list[str]:
     ]
     if not evaluation.spec.tiny:
         return [*told, "time: not known before the model is loaded; the run itself shows how far it is"]
-    seconds = _seconds(evaluation, prompts[0])
-    minutes = seconds * len(prompts) / 60
-    return [
-        *told,
-        f"time: about {minutes:.1f} minutes, from one prompt under two settings, {seconds:.1f} s for all {count}",
-    ]
+    prefill, token = _seconds(evaluation, prompts[0])
+    minutes = (len(prompts) * prefill + count * new * token) / 60
+    measured = f"{prefill:.2f} s of prefill and {1000 * token:.1f} ms per new token"
+    return [*told, f"time: about {minutes:.1f} minutes, from {measured}, measured on one prompt"]
 
 
-def _seconds(evaluation: Evaluation, prompt: Prompt) -> float:
-    """Seconds of one prompt under all settings: its prefill and the first setting, and the last for each other."""
+def _seconds(evaluation: Evaluation, prompt: Prompt) -> tuple[float, float]:
+    """Seconds of one prompt's prefill, and of a new token under the last setting."""
     from latent_santa import patch
 
     model = models.load(evaluation.spec, evaluation.tokenizer).model
@@ -71,9 +69,9 @@ def _seconds(evaluation: Evaluation, prompt: Prompt) -> float:
     batch = Batch((prompt.sample.id,), [ids], prompt.sample.max_new_tokens)
     with patch(model, evaluation.config) as santa:
         generator = Generator(santa, evaluation.tokenizer, evaluation.config.seed)
-        marks = [time.perf_counter()]
-        for condition in (evaluation.conditions[0], evaluation.conditions[-1]):
-            generator.answers(condition, batch)
+        marks, condition = [time.perf_counter()], evaluation.conditions[-1]
+        for _ in range(2):  # the second time its prefill is there
+            (answer,) = generator.answers(condition, batch)
             marks.append(time.perf_counter())
-    first, other = marks[1] - marks[0], marks[2] - marks[1]
-    return first + (len(evaluation.conditions) - 1) * other
+    first, again = marks[1] - marks[0], marks[2] - marks[1]
+    return max(0.0, first - again), again / answer.n_new
