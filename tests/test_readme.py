@@ -1,0 +1,69 @@
+"""README's first example runs, its commands have the options that it shows, and its numbers are in the results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from latent_santa.eval.cli import COMMANDS, build_parser
+from latent_santa.eval.report import screen
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.S | re.M)
+
+
+def commands() -> list[str]:
+    shell = "\n".join(block for language, block in BLOCKS if not language).replace("\\\n", " ")
+    lines = [line.partition("#")[0].strip() for line in shell.splitlines()]
+    return [line for line in lines if re.match(r"latent-santa |.* -m latent_santa\.eval ", line)]
+
+
+def test_the_first_example_runs(capsys):
+    example = next(block for language, block in BLOCKS if language == "python")
+    exec(compile(example, "README.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert "6 MLA layers patched" in shown and 0 < float(shown.split()[-1]) < 100
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_have_the_options_that_are_shown(line):
+    words = shlex.split(re.sub(r".*(latent-santa|-m latent_santa\.eval) ", "", line))
+    assert words[0] in COMMANDS
+    build_parser(words[0]).parse_args(words)
+
+
+def test_every_command_is_named():
+    assert len(commands()) >= 10
+    assert not [name for name in COMMANDS if f"latent-santa {name}" not in TEXT]
+
+
+def test_the_first_screen_is_that_of_the_kept_run():
+    summary = json.loads((ROOT / "eval/results/first_look/summary.json").read_text(encoding="utf-8"))
+    words = " ".join(TEXT.split())
+    assert screen.meaning(summary) in words
+    for item in summary["conditions"]:
+        cell = item["cells"]["mean"]
+        line = f"{item['name']} {item['S'] or '-'} {cell['retained']:.1f} % {cell['access']:.1f} % "
+        assert line + f"{cell['score']['value']:.1f} ± {cell['score']['half']:.1f}" in words
+
+
+@pytest.mark.parametrize("layout", ["mla", "gqa"])
+def test_the_table_of_real_weights_is_that_of_the_kept_run(layout):
+    summary = json.loads((ROOT / f"eval/results/real/{layout}_8192/summary.json").read_text(encoding="utf-8"))
+    scores = {(item["parents"], item["S"], item["estimator"]): item["cells"]["mean"] for item in summary["conditions"]}
+    for entry in summary["estimators"]["settings"]:
+        parents = "kmeans" if "k-means" in entry["name"] else "contiguous"
+        pooled, per_head = (scores[parents, entry["S"], estimator] for estimator in ("pooled", "per_head"))
+        span = entry["difference"]
+        numbers = (entry["S"], pooled["access"], per_head["score"]["value"], pooled["score"]["value"])
+        line = f"| {layout.upper()} | {parents.replace('kmeans', 'k-means')} | {numbers[0]} | "
+        shown = next(text for text in TEXT.splitlines() if text.startswith(line)).strip("| ").split(" | ")
+        assert [float(text) for text in shown[3:6]] == pytest.approx(numbers[1:], abs=0.051)
+        assert [float(text) for text in re.findall(r"[-+][\d.]+", shown[6])] == pytest.approx(
+            [span["value"], span["low"], span["high"]], abs=0.051
+        )
