@@ -13,6 +13,7 @@ from rich.console import Console
 
 from latent_santa.config import SantaConfig
 from latent_santa.eval.commands import options
+from latent_santa.eval.commands.ruler import FIRST_LOOK
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import screen, tables
 from latent_santa.eval.report.summary import data_statement, exit_code, write_reports
@@ -26,8 +27,6 @@ from latent_santa.eval.run.runner import Runner
 from latent_santa.eval.run.store import Prompt, Store, check_writable
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
-
-FIRST_LOOK = "two to three minutes of one CPU core"  # as measured with the tiny model's defaults
 
 
 @dataclass

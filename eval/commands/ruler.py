@@ -38,6 +38,7 @@ TINY_DEFAULTS: dict[str, Any] = {
     "budgets": [32, 128, 256],
     "parents": ["contiguous"],  # scikit-learn's k-means would take most of a short run
 }
+FIRST_LOOK = "two to three minutes of one CPU core"  # as measured with the tiny model's defaults
 DESCRIPTION = f"""\
 Accuracy against rows read (Tables 15 to 18), over RULER's tasks or this project's analogues, for dense attention and
 every asked setting of sampled attention, on the same frozen prompts. Results are kept one by one: a run that stops goes
@@ -47,7 +48,7 @@ Tasks of builtin and official prompts: {", ".join(BUILTIN)} (official data: qa_1
 Tasks of builtin:tiny: {", ".join((*TINY_TASKS, *TINY_HARD))}.
 Groups: all, mla3 (niah_multivalue, fwe, qa_1); builtin:tiny also hard.
 
-Example: latent-santa ruler --model builtin:tiny --out out/tiny (all defaults: two to three minutes of one CPU core)
+Example: latent-santa ruler --model builtin:tiny --out out/tiny (all defaults: {FIRST_LOOK})
 """
 
 
