@@ -431,7 +431,7 @@ def test_help_imports_no_torch_and_names_tasks_and_an_example():
             "niah_multikey_3",
             "facts_hard",
             "Example: latent-santa ruler",
-            "two to three minutes of one CPU core",
+            "about two minutes of one CPU core",
             "Algorithm 3",
         ],
         "recommend": ["Example: latent-santa recommend", "(default: contiguous)"],

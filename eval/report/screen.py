@@ -14,7 +14,7 @@ from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.tables import plain_table, title
 from latent_santa.eval.run.store import Store
 
-KEPT = 99.0  # percent of dense's score that the sentence looks for
+KEPT = 95.0  # percent of dense's score that the sentence looks for
 EQUAL = 1.0  # points of rows read that are no difference
 FEW = 20  # prompts per task; with fewer, the sentence says so
 HOW_TO_READ = (
@@ -77,7 +77,11 @@ def meaning(summary: dict[str, Any]) -> str:
         told = f"No setting keeps {KEPT:.0f} % of dense's score. The best: {told}"
     span, n = cell["difference"], summary["n"]
     if not any(span[end] for end in ("low", "value", "high")):
-        told += f" Each of the {item['done']} prompts scored as it did under dense."
+        lost = 100 * (1 - 0.05 ** (1 / item["done"]))  # the share that as many prompts miss in one case of twenty
+        told += (
+            f" Each of the {item['done']} prompts scored as it did under dense; so few can hide a loss in up to "
+            f"{lost:.0f} % of prompts (95 % bound)."
+        )
     elif n > 1:
         told += (
             f" Its score minus dense's, on the same prompts: {span['value']:+.1f} points, 95 % interval "
