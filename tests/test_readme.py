@@ -52,6 +52,17 @@ def test_the_first_screen_is_that_of_the_kept_run():
         assert line + f"{cell['score']['value']:.1f} ± {cell['score']['half']:.1f}" in words
 
 
+@pytest.mark.parametrize(("length", "folder"), [("2,048", "tiny"), ("4,096", "tiny_4096"), ("8,192", "tiny_8192")])
+def test_what_the_embedded_model_keeps_is_that_of_the_kept_runs(length, folder):
+    summary = json.loads((ROOT / f"eval/results/{folder}/summary.json").read_text(encoding="utf-8"))
+    cells = {(str(item["S"]), item["estimator"]): item["cells"]["mean"] for item in summary["conditions"]}
+    shown = [line.strip("| ").split(" | ")[1:] for line in TEXT.splitlines() if line.startswith(f"| {length} | ")]
+    assert len(shown) >= 2 and summary["n"] == 12
+    for budget, *numbers in shown:
+        pooled, per_head = cells[budget, "pooled"], cells[budget, "per_head"]
+        assert numbers == [f"{n:.1f}" for n in (pooled["access"], per_head["retained"], pooled["retained"])]
+
+
 @pytest.mark.parametrize("layout", ["mla", "gqa"])
 def test_the_table_of_real_weights_is_that_of_the_kept_run(layout):
     summary = json.loads((ROOT / f"eval/results/real/{layout}_8192/summary.json").read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from latent_santa.eval.run.models import TINY
 from latent_santa.eval.sources.tasks import BUILTIN, TINY_HARD
 from latent_santa.eval.sources.tasks import TINY as TINY_TASKS
 
-# What the options mean when they are not given. The tiny model's are a first look: about a minute of one CPU core.
+# What the options mean when they are not given. The tiny model's are a first look.
 DEFAULTS: dict[str, Any] = {
     "length": 8192,
     "tasks": "mla3",
