@@ -36,6 +36,15 @@ POSITIVE = ("parent_size", "representatives", "budget", "parents_per_head")
 NON_NEGATIVE = ("seed", "kmeans_seed")
 
 
+# named settings, as changes of the defaults
+PRESETS: dict[str, dict[str, Any]] = {
+    # the method and its parameters to the letter, scikit-learn's k-means included
+    "paper": {"kmeans_engine": "sklearn"},
+    # fewest rows without a loss against the paper's setting in the paired scores of eval/results/two_stage
+    "recommended": {"estimator": "pooled", "routing": "two_stage", "parents_per_head": 64, "budget": 128},
+}
+
+
 def choices() -> dict[str, tuple[str, ...]]:
     """The values that each setting of words can have; methods and backends are what is registered now."""
     words = {name: get_args(literal) for name, literal in _LITERALS.items()}
@@ -137,6 +146,20 @@ class SantaConfig:
         """
         _known(overrides)
         return replace(self, **overrides)
+
+    @classmethod
+    def preset(cls, name: str) -> SantaConfig:
+        """The settings of a name in :data:`PRESETS`.
+
+        ``"paper"`` is the paper's method: one stage, per head, k-means 16/4 by scikit-learn, S = 512, replay.
+        ``"recommended"`` reads fewest rows at the paper's score in this project's paired results: pooled, two stages.
+
+        Raises:
+            ValueError: there is no such preset.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset={name!r}: must be one of {', '.join(map(repr, PRESETS))}")
+        return cls(**PRESETS[name])
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, ready for JSON."""

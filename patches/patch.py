@@ -20,7 +20,9 @@ from .layer import NAME, PatchedLayer, attention_forward
 _patched_models = 0
 
 
-def patch(model: PreTrainedModel, config: SantaConfig | None = None, **overrides: Any) -> SantaHandle:
+def patch(
+    model: PreTrainedModel, config: SantaConfig | None = None, *, preset: str | None = None, **overrides: Any
+) -> SantaHandle:
     """Patch a loaded model so that decoding reads sampled teams of cache rows.
 
     The prefill stays dense. Nothing outside this instance changes: other models of the class are untouched.
@@ -28,6 +30,7 @@ def patch(model: PreTrainedModel, config: SantaConfig | None = None, **overrides
     Args:
         model: a native transformers causal language model (or its base model) with MLA or GQA attention.
         config: settings; default :class:`SantaConfig`.
+        preset: ``"paper"`` or ``"recommended"`` settings in place of ``config`` (:meth:`SantaConfig.preset`).
         **overrides: fields of :class:`SantaConfig` to change, such as ``budget=256``.
 
     Returns:
@@ -45,6 +48,10 @@ def patch(model: PreTrainedModel, config: SantaConfig | None = None, **overrides
             "with handle.unpatch(); latent_santa.handle(model) gives the handle back, latent_santa.unpatch(model) "
             "undoes without it"
         )
+    if preset is not None:
+        if config is not None:
+            raise ValueError(f"config and preset={preset!r} were both given: give one, and change fields by name")
+        config = SantaConfig.preset(preset)
     adapters = find_adapters(model)
     settings = checked_settings(adapters, config, SantaConfig(), overrides)
     check(model, adapters)

@@ -37,6 +37,20 @@ def test_a_lost_handle_is_found_again(model):
         latent_santa.handle(model)
 
 
+def test_presets(model):
+    with latent_santa.patch(model, preset="recommended", parent_size=8, representatives=2) as santa:
+        assert (santa.config.routing, santa.config.estimator, santa.config.budget) == ("two_stage", "pooled", 128)
+        assert santa.config.parent_size == 8
+        generate(model, prompt(60), 2)
+    paper = latent_santa.SantaConfig.preset("paper")
+    default = latent_santa.SantaConfig().to_dict()
+    assert paper.to_dict() == {**default, "kmeans_engine": "sklearn"}
+    with pytest.raises(ValueError, match="preset='best': must be one of 'paper', 'recommended'"):
+        latent_santa.patch(model, preset="best")
+    with pytest.raises(ValueError, match="config and preset='paper' were both given"):
+        latent_santa.patch(model, paper, preset="paper")
+
+
 def test_the_report_says_which_settings_its_counts_are_of(model):
     with latent_santa.patch(model, **SMALL) as santa:
         generate(model, prompt(40), 3)
