@@ -90,12 +90,12 @@ class TeamLayer(DynamicLayer):
         self.waiting: tuple[int, int] | None = None
         self.noise_key: Tensor | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
-        self._own: Tensor | None = None
+        self._own: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @property
     def foreign(self) -> bool:
         """Whether somebody assigned other rows: cut off an answer, evicted or pruned some."""
-        return self.keys is not self._own
+        return self.keys is not self._own[0] or self.values is not self._own[1]
 
     @property
     def need(self) -> Need:
@@ -107,7 +107,7 @@ class TeamLayer(DynamicLayer):
         return Need(self.keys.device, self.keys.shape[1], teams.M, 0 if teams.parents is None else teams.parents.C)
 
     def _set(self, keys: Tensor | None, values: Tensor | None) -> None:
-        self.keys, self.values, self._own = keys, values, keys
+        self.keys, self.values, self._own = keys, values, (keys, values)
 
     @contextmanager
     def _ours(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class TeamLayer(DynamicLayer):
         foreign = self.foreign
         yield
         if not foreign:
-            self._own = self.keys
+            self._own = (self.keys, self.values)
 
     @classmethod
     def adopt(cls, layer: DynamicLayer) -> TeamLayer:
@@ -146,15 +146,12 @@ class TeamLayer(DynamicLayer):
     def _room(self, stop: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Buffers with room for ``stop`` rows that hold the present ones; copied only when they are full.
 
-        Others may assign ``keys`` (beam search does), so the buffers count only while the views still lie in them.
+        Others may assign rows (beam search does), so the buffers count only while both views are the first rows of
+        them, each sequence's.
         """
-        held = self._buffers
+        held, rows = self._buffers, (self.keys, self.values)
         length = self.get_seq_length()
-        if (
-            held is not None
-            and held[0].shape[-2] >= stop
-            and (not length or self.keys.data_ptr() == held[0].data_ptr())
-        ):
+        if held is not None and length and held[0].shape[-2] >= stop and all(map(_begins, held, rows)):
             return held
         room = stop + max(SLACK, stop // 64)
         fresh = []
@@ -183,7 +180,7 @@ class TeamLayer(DynamicLayer):
     def regroup(self) -> None:
         """Drop the teams; every row up to the present length, whoever wrote it, waits to be grouped anew."""
         self.grouped = Grouped()
-        self._own = self.keys
+        self._own = (self.keys, self.values)
         self.waiting = (0, self.get_seq_length()) if self.get_seq_length() else None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -255,6 +252,16 @@ class TeamLayer(DynamicLayer):
 
     def offload(self) -> None:
         raise NotImplementedError("latent_santa keeps a cache on its device: offloaded caches are not supported")
+
+
+def _begins(buffer: Tensor, view: Tensor) -> bool:
+    """Whether a view's rows ``(B, heads, N, D)`` are the first N of a buffer."""
+    n = view.shape[-2]
+    return (
+        view.data_ptr() == buffer.data_ptr()
+        and view.shape == buffer[..., :n, :].shape
+        and (view.stride() == buffer.stride())
+    )
 
 
 @torch.inference_mode()

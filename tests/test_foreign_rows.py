@@ -107,6 +107,48 @@ def test_rows_assigned_by_others(model, stretch, question):
         assert cache.layers[0].grouped.stop == (kept + question if question >= 8 else kept)
 
 
+def scaled_values(layer):
+    layer.values = 1.5 * layer.values
+
+
+def every_second_row_as_a_view(layer):
+    layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+
+
+def first_rows_as_a_view(layer):
+    layer.keys, layer.values = layer.keys[:, :, :20], layer.values[:, :, :20]
+
+
+def two_sequences(layer):
+    layer.keys, layer.values = layer.keys[:2], layer.values[:2]
+
+
+def one_sequence(layer):
+    layer.keys, layer.values = layer.keys[:1], layer.values[:1]
+
+
+@pytest.mark.parametrize(
+    "assign", [scaled_values, every_second_row_as_a_view, first_rows_as_a_view, two_sequences, one_sequence]
+)
+def test_what_is_assigned_is_used(model, assign):
+    """Keys or values alone, and views of the cache's own memory: nothing of the rows before comes back."""
+
+    def after():
+        cache = DynamicCache(config=model.config)
+        call(model, cache, prompt(40, batch=3))
+        call(model, cache, prompt(9, batch=3, seed=3))
+        for layer in cache.layers:
+            assign(layer)
+        batch = cache.layers[0].keys.shape[0]
+        return [call(model, cache, prompt(new, batch=batch, seed=new)) for new in (1, 10, 1)], cache
+
+    wanted, _ = after()
+    with latent_santa.patch(model, **EVERY_TEAM, first_token="dense"):
+        assert_close(after()[0], wanted)
+    with latent_santa.patch(model, **SMALL):
+        assert stale_teams(after()[1]) == 0
+
+
 def test_the_same_number_of_other_rows_is_noticed(model):
     with latent_santa.patch(model, **SMALL):
         cache = DynamicCache(config=model.config)
