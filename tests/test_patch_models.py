@@ -178,7 +178,13 @@ def double_output(layer):
     layer.kv_b_proj.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-@pytest.mark.parametrize("change", [double_number, double_data, double_weight, double_module, double_output])
+def double_input(layer):
+    layer.kv_b_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+@pytest.mark.parametrize(
+    "change", [double_number, double_data, double_weight, double_module, double_output, double_input]
+)
 def test_a_projection_that_changes_while_a_cache_lives(change):
     """Further turns use the weights of their time, whatever changed them."""
 

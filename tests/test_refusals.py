@@ -139,6 +139,16 @@ def test_the_base_model_has_no_head():
             assert base_model(part, find_adapters(part)) is model.model
 
 
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v2"])
+def test_layers_beside_the_head_are_refused(name):
+    """Where the layers' owner is no transformers model, the innermost one around them is the class with the head."""
+    model = tiny_model(name)
+    owner = torch.nn.Module()
+    owner.embed_tokens, owner.layers, owner.norm = model.model.embed_tokens, model.model.layers, model.model.norm
+    model.model = owner
+    refused(model, f"{type(model).__name__} keeps its attention layers", "beside its head")
+
+
 def test_a_window_of_zero_rows_is_no_window():
     config = transformers.Qwen2MoeConfig(**SMALL_TEXT, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16)
     assert config.sliding_window == 0

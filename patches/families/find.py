@@ -94,13 +94,22 @@ def _check_cache(base: PreTrainedModel) -> None:
 
 
 def base_model(model: PreTrainedModel, adapters: Sequence[Adapter]) -> PreTrainedModel:
-    """The innermost model around all attention layers: it turns tokens into hidden states and has no head."""
+    """The innermost model around all attention layers: it turns tokens into hidden states and has no head.
+
+    Raises:
+        NotImplementedError: that model has a head, so that it gives logits only.
+    """
     layers = {adapter.module for adapter in adapters}
     around = [
         module
         for module in model.modules()  # outer modules come before inner ones
         if isinstance(module, PreTrainedModel) and layers <= set(module.modules())
     ]
+    if around[-1].get_output_embeddings() is not None:
+        raise NotImplementedError(
+            f"{type(around[-1]).__name__} keeps its attention layers in no transformers model of their own, but beside "
+            f"its head; {SUPPORTED}"
+        )
     return around[-1]
 
 

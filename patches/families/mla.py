@@ -49,7 +49,8 @@ class MlaAdapter(Adapter):
             NotImplementedError: the projection does not apply one linear map to all sequences.
         """
         projection = self.module.kv_b_proj
-        if type(projection) is nn.Linear and not projection._forward_hooks and "forward" not in vars(projection):
+        hooked = projection._forward_pre_hooks or projection._forward_hooks or "forward" in vars(projection)
+        if type(projection) is nn.Linear and not hooked:
             weight = projection.weight
             if weight.is_floating_point() and weight.element_size() >= 2 and not weight.is_meta:
                 return weight.view(-1, self.nope + self.value_dim, self.rank)
