@@ -59,7 +59,8 @@ class SantaConfig:
         method: a name in :data:`latent_santa.methods.METHODS`: ``"santa++"`` samples teams by their representatives
             (Algorithm 1); ``"santa"`` scans every key and draws rows with replacement; ``"gumbel_rows"`` scans every
             key and samples rows without replacement; ``"centroid"`` routes clusters of ``parent_size`` rows by their
-            mean key (Appendix B.2); ``"dense"`` is the model's own attention through the same patch and cache.
+            mean key (Appendix B.2); ``"dense"`` is the model's own attention through the same patch and cache. The
+            others are baselines, which attend what they choose without correction; each one's module has its rule.
         parents: how prompt rows are first grouped: ``"kmeans"`` (Algorithm 3) or ``"contiguous"`` (Algorithm 4).
         parent_size: P, nominal rows per parent. For ``"centroid"`` it is B, the nominal cluster size.
         representatives: R, most representatives (and so teams) per parent. Must divide P.

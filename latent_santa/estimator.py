@@ -23,9 +23,13 @@ ROWS_AT_ONCE = 2048
 
 def sampled_attention(step: DecodeStep, sampling: Sampling) -> Output:
     """SANTA++ for one decoding step of one layer (Algorithm 1), or its pooled form."""
-    picked = select_teams(step, sampling)  # lines 3-11
+    return attend_teams(step, select_teams(step, sampling), sampling.k)
+
+
+def attend_teams(step: DecodeStep, picked: Selection, k: int) -> Output:
+    """Attention over the suffix and the picked teams, at most K of them per head, with its counts."""
     assert step.teams is not None
-    out, lse, union = attend_selected(step, step.teams, picked, step.heads * sampling.k)
+    out, lse, union = attend_selected(step, step.teams, picked, step.heads * k)
     return Output(out, lse, picked.routing, union, step.suffix.counts(step.batch)[:, None].expand(-1, step.groups))
 
 

@@ -81,6 +81,22 @@ def select(phi: Tensor, gumbels: Tensor, k: int, estimator: str, shared: bool) -
     return Selection(union, log_c, torch.where(count > k, count, 0))
 
 
+def select_top(phi: Tensor, k: int, pooled: bool = False) -> Selection:
+    """The K largest scores of each head, with neither noise nor correction: c_g = 1, and what is left out is lost.
+
+    Args:
+        phi: ``(B, G, H, M)`` routing scores, -inf for padding.
+        k: K, less than M.
+        pooled: every head of a group uses the union of the heads' choices.
+    """
+    real = phi > -torch.inf
+    count = real[:, :, 0].sum(-1)
+    selected = torch.zeros_like(real).scatter_(-1, phi.topk(k).indices, True) & real
+    union = selected.any(2)
+    used = union[:, :, None] if pooled else selected
+    return Selection(union, torch.where(used, 0.0, torch.inf), torch.where(count > k, count, 0))
+
+
 def _pooled_correction(phi: Tensor, selected: Tensor, union: Tensor, tau: Tensor, kth: Tensor, shared: bool) -> Tensor:
     """log of the union's conditional inclusion probability, ``(B, G, 1, M)``.
 

@@ -4,11 +4,26 @@ from .base import Method
 from .centroid import Centroid
 from .dense import Dense
 from .gumbel_rows import GumbelRows
+from .oracle_rows import OracleRows
+from .oracle_teams import OracleTeams
 from .santa import Santa
 from .santapp import SantaPlusPlus
+from .top_teams import TopTeams
+from .uncorrected import Uncorrected
 
 METHODS: dict[str, Method] = {
-    method.name: method for method in (SantaPlusPlus(), Santa(), GumbelRows(), Centroid(), Dense())
+    method.name: method
+    for method in (
+        SantaPlusPlus(),
+        Santa(),
+        GumbelRows(),
+        Centroid(),
+        OracleRows(),
+        OracleTeams(),
+        TopTeams(),
+        Uncorrected(),
+        Dense(),
+    )
 }
 
 __all__ = ["METHODS", "Method"]

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..access import Unit, scanned_unit
 from ..estimator import suffix_rows, weighted_sums
 from ..rows import Rows, scores
-from ..sampling import select, take_all
+from ..sampling import Selection, select, take_all
 from ..step import DecodeStep, Output, Sampling
 from ..teams import Teams
 from .base import Choose, Method
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class GumbelRows(Method):
     name = "gumbel_rows"
     about = "single rows without replacement, after a scan of every key"
-    settings = ("budget", "estimator", "noise", "seed", "first_token")
+    settings: tuple[str, ...] = ("budget", "estimator", "noise", "seed", "first_token")
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         return sampled_rows(step, Sampling(config.budget, config.estimator, config.noise))
@@ -43,13 +44,8 @@ def sampled_rows(step: DecodeStep, sampling: Sampling) -> Output:
 
     Rows outside of the suffix are sampled, K of them per head. ``routing`` counts every visible row once.
     """
-    rows, suffix = step.rows, step.suffix
-    prompt = step.visible
-    if prompt is None:
-        prompt = torch.ones(step.batch, rows.length, dtype=torch.bool, device=rows.values.device)
-    prompt = prompt.index_fill(1, suffix.index, False)
-    phi = scores(step.query, rows.keys, step.scale).masked_fill(~prompt[:, None, None], -torch.inf)
-    batch, groups, heads, length = phi.shape
+    phi, prompt = prompt_scores(step)
+    _, groups, heads, length = phi.shape
     if length <= sampling.k:
         picked = take_all(prompt[:, None].expand(-1, groups, -1))
     else:
@@ -57,8 +53,23 @@ def sampled_rows(step: DecodeStep, sampling: Sampling) -> Output:
         rank = (prompt.long().cumsum(-1) - 1).clamp_min(0)[:, None, None].expand(-1, groups, heads, -1)
         gumbels = step.draw.gumbels(groups, heads, length, sampling.shared).gather(3, rank)
         picked = select(phi, gumbels, sampling.k, sampling.estimator, sampling.shared)
+    return attend_scanned(step, phi, prompt, picked)
+
+
+def prompt_scores(step: DecodeStep) -> tuple[Tensor, Tensor]:
+    """Exact scores ``(B, G, H, N)`` of visible rows outside of the suffix, -inf elsewhere; their mask ``(B, N)``."""
+    prompt = step.visible
+    if prompt is None:
+        prompt = torch.ones(step.batch, step.rows.length, dtype=torch.bool, device=step.rows.values.device)
+    prompt = prompt.index_fill(1, step.suffix.index, False)
+    phi = scores(step.query, step.rows.keys, step.scale)
+    return phi.masked_fill(~prompt[:, None, None], -torch.inf), prompt
+
+
+def attend_scanned(step: DecodeStep, phi: Tensor, prompt: Tensor, picked: Selection) -> Output:
+    """Attention over the suffix and the picked rows of :func:`prompt_scores`; all visible keys count as scored."""
     suffix_scores, suffix_values = suffix_rows(step)
     s = torch.cat((phi - picked.log_correction, suffix_scores), -1)
-    out, lse = weighted_sums(s, rows.values.to(suffix_values.dtype), suffix_values)
-    exact = suffix.counts(batch)[:, None].expand(-1, groups)
+    out, lse = weighted_sums(s, step.rows.values.to(suffix_values.dtype), suffix_values)
+    exact = step.suffix.counts(step.batch)[:, None].expand(-1, step.groups)
     return Output(out, lse, prompt.sum(-1)[:, None] + exact, picked.union.sum(-1), exact)

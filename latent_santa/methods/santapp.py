@@ -59,9 +59,19 @@ class SantaPlusPlus(Method):
         """K = S / (P / R) (Equation 5)."""
         return config.budget // (config.parent_size // config.representatives)
 
+    def sampling(self, config: SantaConfig) -> Sampling:
+        """How a step samples teams under these settings."""
+        k1 = config.parents_per_head if config.routing == "two_stage" else None
+        return Sampling(self.teams_per_head(config), config.estimator, config.noise, k1)
+
     def grouped_by(self, config: SantaConfig) -> tuple[str, ...]:
-        summary = ("routing", "parent_summary") if config.routing == "two_stage" else ("routing",)
-        return ("parents", "parent_size", "representatives", *kmeans_fields(config), "routing_dtype", *summary)
+        own = ["parents", "parent_size", "representatives", *kmeans_fields(config), "routing_dtype", "routing"]
+        if self._in_two_stages(config):
+            own.append("parent_summary")
+        return tuple(name for name in own if name in self.settings)
+
+    def _in_two_stages(self, config: SantaConfig) -> bool:
+        return "routing" in self.settings and config.routing == "two_stage"
 
     def build(
         self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
@@ -76,13 +86,12 @@ class SantaPlusPlus(Method):
         for formed, teams, layer in zip(parents, records, rows, strict=True):
             # one layer at a time, so that plain keys of all layers need not stand beside their codes
             teams = freeze_representatives(teams, layer)
-            if config.routing == "two_stage":
+            if self._in_two_stages(config):
                 teams = replace(teams, parents=summarised(teams, formed, layer, config.parent_summary))
             yield teams
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
-        k1 = config.parents_per_head if config.routing == "two_stage" else None
-        sampling = Sampling(self.teams_per_head(config), config.estimator, config.noise, k1)
+        sampling = self.sampling(config)
         return choose(step, sampling).sampled_attention(step, sampling)
 
     def full(self, step: DecodeStep, config: SantaConfig) -> bool:
