@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,14 +16,15 @@ from latent_santa.access import GQA_SCAN_UNIT, GQA_UNIT, MLA_SCAN_UNIT, MLA_UNIT
 from latent_santa.config import choices
 from latent_santa.eval.run.conditions import label, slug
 from latent_santa.methods import METHODS
-from latent_santa.rows import Rows
+from latent_santa.rows import Rows, scores
 
 from .cases import make_case
 from .tiny_models import assert_same, cache_of, generate, padded, prompt, tiny_model
 
 SCANS = ("oracle_rows", "oracle_teams")
 TEAMS = ("oracle_teams", "top_teams", "uncorrected")
-BASELINES = ("oracle_rows", *TEAMS)
+PAGES = ("quest", "page_mean")
+BASELINES = ("oracle_rows", *TEAMS, *PAGES, "streaming_llm")
 # a budget at which tiny prompts leave rows out
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 8}
 
@@ -30,6 +32,8 @@ SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budge
 def settings(method, **changes):
     """The small settings that the method has, with some changed."""
     own = METHODS[method].settings
+    if method in PAGES:
+        changes = {"parent_size": 4, **changes}
     return latent_santa.SantaConfig(
         method=method, **{name: value for name, value in {**SMALL, **changes}.items() if name in own}
     )
@@ -49,14 +53,43 @@ def attend(query, keys, values, used, scale):
     return sum(weight * values[i] for i, weight in weights.items()) / sum(weights.values())
 
 
-def in_loops(method, config, inputs):
-    """One sequence and group: outputs ``(H, V)`` and (routing, union, suffix)."""
+def page_ranks(method, queries, pages, frozen, scale):
+    """What each head ranks pages by."""
+    if method == "page_mean":
+        means = [np.mean([frozen[i] for i in page], 0) for page in pages]
+        return [[np.mean([ref.score(q, mean, scale) for q in queries]) for mean in means]] * len(queries)
+    ranks = []
+    for query in queries:
+        bounds = []
+        for page in pages:
+            per_dimension = zip(query, frozen[page].min(0), frozen[page].max(0), strict=True)
+            bounds.append(scale * sum(max(q * low, q * high) for q, low, high in per_dimension))
+        ranks.append(bounds)
+    return ranks
+
+
+def first_and_recent(budget, inputs):
+    """StreamingLLM of one sequence and group."""
+    queries, keys, values, scale = (inputs[name] for name in ("queries", "keys", "values", "scale"))
+    places = range(len(keys))
+    used = [i for i in places if i < 4 or i >= len(keys) - (budget - 4)]
+    exact = len(set(used) & set(inputs["suffix"]))
+    return np.array([attend(q, keys, values, used, scale) for q in queries]), [0, len(used) - exact, exact]
+
+
+def in_loops(method, config, inputs, frozen):
+    """One sequence and group: outputs ``(H, V)`` and (routing, union, suffix); ``frozen`` are the keys at prefill."""
+    if method == "streaming_llm":
+        return first_and_recent(config.budget, inputs)
     queries, keys, values, scale = (inputs[name] for name in ("queries", "keys", "values", "scale"))
     suffix, teams = list(inputs["suffix"]), inputs["teams"]
     rows = range(len(keys) - len(suffix))
     if method == "oracle_rows":
         units = [[i] for i in rows]
         ranks = [[ref.score(q, keys[i], scale) for i in rows] for q in queries]
+    elif method in PAGES:
+        units = ref.contiguous_parents(len(rows), config.parent_size)
+        ranks = page_ranks(method, queries, units, frozen, scale)
     else:
         units = [team.members for team in teams]
         phi = [ref.routing_scores(q, teams, inputs["routing_keys"], scale) for q in queries]
@@ -72,7 +105,8 @@ def in_loops(method, config, inputs):
         chosen = [union] * len(queries)
     used = [[i for g in mine for i in units[g]] + suffix for mine in chosen]
     outputs = [attend(q, keys, values, mine, scale) for q, mine in zip(queries, used, strict=True)]
-    routing = len(keys) if method in SCANS else len(units) if len(units) > k else 0
+    scored = len(units) * (2 if method == "quest" else 1) if len(units) > k else 0
+    routing = len(keys) if method in SCANS else scored
     return np.array(outputs), [routing, sum(len(units[g]) for g in union), len(suffix)]
 
 
@@ -84,10 +118,16 @@ def built(case, config):
     return teams
 
 
+def runs():
+    """Every baseline at budgets from one unit to all rows, pooled too where it has a choice."""
+    for method, budget in product(BASELINES, (4, 8, 16, 400)):
+        yield method, max(budget, 5) if method == "streaming_llm" else budget, "per_head"
+        if "estimator" in METHODS[method].settings:
+            yield method, budget, "pooled"
+
+
 @pytest.mark.parametrize("layout", ["mla", "gqa"])
-@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
-@pytest.mark.parametrize("budget", [4, 8, 16, 400])
-@pytest.mark.parametrize("method", BASELINES)
+@pytest.mark.parametrize(("method", "budget", "estimator"), list(runs()))
 def test_equals_its_loops(method, budget, estimator, layout):
     groups = 1 if layout == "mla" else 2
     case = make_case(layout, 3, groups, (37, 5, 22), suffix=3, hidden=((1, 0),), parent_size=8, representatives=2)
@@ -96,8 +136,8 @@ def test_equals_its_loops(method, budget, estimator, layout):
     output = METHODS[method].attend(step, config, None)
     for b in range(3):
         for g in range(groups):
-            inputs = case.reference_inputs(b, g, 1)
-            outputs, counts = in_loops(method, config, inputs)
+            frozen = np.concatenate([part[b, g].double().numpy() for part in case.frozen], -1)[case.prompt[b].numpy()]
+            outputs, counts = in_loops(method, config, case.reference_inputs(b, g, 1), frozen)
             np.testing.assert_allclose(output.out[b, g].numpy(), outputs, rtol=2e-5, atol=2e-6)
             assert [int(part[b, g]) for part in (output.routing, output.union, output.suffix)] == counts
 
@@ -144,12 +184,17 @@ def test_the_ledger_is_in_the_units_of_equations_13_and_14(model, method):
             assert santa.access.percent == (100 if mla else pytest.approx(50 + 50 * attended / totals["dense"]))
         else:
             unit = MLA_UNIT if mla else GQA_UNIT
-            assert totals["routing"] == calls * groups * 11  # five parents of two teams, one of one
+            # five parents of two teams and one of one; eleven pages
+            scored = {"quest": 22, "streaming_llm": 0}.get(method, 11)
+            assert totals["routing"] == calls * groups * scored
+            key, row = (96, 96) if mla else (32, 64)
+            assert totals["bytes"] == totals["routing"] * key + attended * row
             parts = totals["routing"] + attended if mla else totals["routing"] + 2 * attended
             assert santa.access.percent == pytest.approx(100 * parts / totals["dense"] / (1 if mla else 2))
         assert totals["row_read"] == unit.row * attended and totals["denominator"] == unit.dense * totals["dense"]
-        heads, most = 4 if mla else 2, 2 * 7 if method in TEAMS else 8  # two teams of one parent have 8 rows together
-        assert calls * groups <= totals["union"] <= calls * groups * heads * most
+        most = 2 * 7 if method in TEAMS else 8  # of two teams of one parent, one has at most seven rows
+        chosen_together = method in ("page_mean", "streaming_llm")
+        assert calls * groups <= totals["union"] <= calls * groups * most * (1 if chosen_together else 4 if mla else 2)
 
 
 @pytest.mark.parametrize("method", BASELINES)
@@ -196,6 +241,57 @@ def test_a_second_turn_groups_what_is_new(model, method):
     assert_same(found, generate(model, second, 4))
 
 
+@pytest.mark.parametrize("layout", ["mla", "gqa"])
+def test_quest_bounds_every_score_of_a_page(layout):
+    case = make_case(layout, 3, 1 if layout == "mla" else 2, (37, 5, 22))
+    pages = built(case, settings("quest"))
+    bound = METHODS["quest"].page_scores(case.step, pages)
+    s = scores(case.query, case.frozen, case.scale)
+    place = pages.team_of_row.long()[:, :, None].expand_as(s)
+    of_row = bound.gather(-1, place.clamp_min(0))
+    assert bool((of_row >= s - 1e-5)[place >= 0].all())
+    # a page of one row has that row's score: the last page of 37 and of 5 rows
+    assert bool(((pages.sizes == 1).sum(-1)[:2] == 1).all())
+    for b in range(2):
+        assert of_row[b, ..., -1].allclose(s[b, ..., -1], atol=1e-5)
+
+
+def test_streaming_llm_drops_generated_rows_too(model):
+    with latent_santa.patch(model, method="streaming_llm", budget=7) as santa:
+        generate(model, prompt(40), 6)
+        groups = 1 if santa.layout == "mla" else 2
+        # a window of three rows: four sinks and three, two, one and no more prompt rows
+        assert [step["union"] for step in santa.access.per_step()] == [2 * groups * n for n in (7, 6, 5, 4, 4, 4)]
+        assert [step["suffix"] for step in santa.access.per_step()] == [2 * groups * n for n in (0, 1, 2, 3, 3, 3)]
+        assert santa.access.percent == pytest.approx(100 * 7 * 6 / sum(range(40, 46)))
+
+
+@pytest.mark.parametrize("method", [*TEAMS[1:], *PAGES])
+def test_integer_codes_rank_nearly_as_keys_do(model, method):
+    """At eight bits most choices stay, so the answer moves by far less than the method itself moves it."""
+    ids = prompt(40)
+    dense = generate(model, ids, 1).scores[0]
+    with latent_santa.patch(model, settings(method, routing_dtype="int8")) as santa:
+        coded, rows = generate(model, ids, 1).scores[0], santa.access.totals()
+        santa.configure(routing_dtype="model")
+        santa.reset()
+        plain, wide = generate(model, ids, 1).scores[0], santa.access.totals()
+    assert rows["routing"] == wide["routing"] and rows["bytes"] < wide["bytes"]
+    assert (coded - plain).norm() < 0.5 * (plain - dense).norm()
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "rule"),
+    [("quest", 3, "quest selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
+     ("page_mean", 3, "page_mean selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
+     ("streaming_llm", 4, "S must be more than 4")],
+)  # fmt: skip
+def test_budgets_that_select_nothing_are_refused(method, budget, rule):
+    with pytest.raises(ValueError) as error:
+        settings(method, budget=budget)
+    assert str(error.value).startswith(f"budget={budget}: ") and rule in str(error.value)
+
+
 def test_uncorrected_reads_what_santapp_reads(model):
     """The same draws: equal counts on the first step, whose rows do not depend on the estimate before it."""
     ids = prompt(40)
@@ -217,6 +313,9 @@ def test_names_and_slugs_tell_them_apart():
         "oracle_teams contiguous 8/2 per head S=8",
         "top_teams contiguous 8/2 per head S=8",
         "uncorrected contiguous 8/2 per head S=8",
+        "quest B=4 S=8",
+        "page_mean B=4 S=8",
+        "streaming_llm S=8",
     ]
     assert slug(configs[1]) == "oracle_teams_contiguous_8-2_per_head_s8"
     assert len({slug(config) for config in configs}) == len(configs)

@@ -29,6 +29,7 @@ def parsed(*words: str) -> argparse.Namespace:
         {"budget": 24, "parent_size": 32, "representatives": 8, "estimator": "pooled", "parents": "contiguous"},
         {"routing": "two_stage", "parents_per_head": 7, "parent_summary": "isotropic", "routing_dtype": "int8"},
         {"method": "centroid", "parent_size": 32, "budget": 64, "seed": 5},
+        {"method": "quest", "parent_size": 32, "budget": 64},
         {"noise": "shared", "backend": "torch", "kmeans_engine": "torch", "kmeans_seed": 3},
         {"method": "santa", "budget": 20, "draws": "systematic"},
         {"method": "dense"},

@@ -64,7 +64,7 @@ class FromConfig(argparse.Action):
                         f"the file has {field}={getattr(config, field)!r}, and {parser.prog} runs {config.method} with "
                         f"{getattr(default, field)!r} only"
                     )
-        if config.method == "centroid" and hasattr(namespace, "centroid_sizes"):
+        if "parent_size" in used and "representatives" not in used and hasattr(namespace, "centroid_sizes"):
             namespace.centroid_sizes = [config.parent_size]
 
     def _refuse(self, reason: str) -> None:

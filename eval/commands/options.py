@@ -158,7 +158,7 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
         "--methods",
         type=values(str, "dense,santa++"),
         default="dense,santa++",
-        help="of dense, santa++ (Algorithm 1), santa, centroid (Appendix B.2) and what else is registered",
+        help="of dense, santa++ (Algorithm 1), santa, centroid (Appendix B.2) and the baselines that README lists",
     )
     add(
         "--budgets",
@@ -198,7 +198,12 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
         default="mean",
         help="what stands for a parent in two_stage: mean, or with its keys' spread isotropic or diagonal",
     )
-    add("--centroid-sizes", type=values(int, "16,32"), default="16", help="B, nominal rows per cluster of centroid")
+    add(
+        "--centroid-sizes",
+        type=values(int, "16,32"),
+        default="16",
+        help="B, nominal rows per cluster of centroid; rows per page of quest and page_mean",
+    )
     add(
         "--noise",
         type=values(str, "independent,shared"),

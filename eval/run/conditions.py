@@ -43,7 +43,7 @@ def name(config: SantaConfig) -> str:
     if own["representatives"]:
         words += [parents, f"{config.parent_size}/{config.representatives}"]
     elif own["parent_size"]:
-        words += [f"B={config.parent_size}", parents]
+        words += [f"B={config.parent_size}", *([parents] if own["parents"] else [])]
     if own["estimator"]:
         words.append(config.estimator.replace("_", " "))
     if own["noise"]:

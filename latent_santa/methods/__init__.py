@@ -6,8 +6,11 @@ from .dense import Dense
 from .gumbel_rows import GumbelRows
 from .oracle_rows import OracleRows
 from .oracle_teams import OracleTeams
+from .page_mean import PageMean
+from .quest import Quest
 from .santa import Santa
 from .santapp import SantaPlusPlus
+from .streaming_llm import StreamingLLM
 from .top_teams import TopTeams
 from .uncorrected import Uncorrected
 
@@ -22,6 +25,9 @@ METHODS: dict[str, Method] = {
         OracleTeams(),
         TopTeams(),
         Uncorrected(),
+        Quest(),
+        PageMean(),
+        StreamingLLM(),
         Dense(),
     )
 }
