@@ -408,6 +408,9 @@ def test_a_cache_that_cannot_fit_is_refused_by_its_size(tmp_path, model, monkeyp
         assert "a cache of 1,000,000 rows takes 183.1 MiB and cpu has 1.0 MiB free" in capsys.readouterr().err
     assert main(["ruler", "--model", model, *OPTIONS, "--n", "10000000000", "--out", str(tmp_path / "run")]) == 2
     assert "20,000,000,000 prompts of 256 tokens take about" in capsys.readouterr().err
+    # prompts that the disk can hold, and the memory cannot
+    assert main(["ruler", "--model", model, *OPTIONS, "--n", "10000", "--out", str(tmp_path / "run")]) == 2
+    assert "20,000 prompts of 256 tokens take about 9.8 MiB and cpu has 1.0 MiB free" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

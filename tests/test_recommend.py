@@ -84,6 +84,7 @@ def test_a_share_that_nothing_keeps_is_told(monkeypatch, capsys):
         ("--methods dense", "give a method that samples"),
         ("--save /nowhere/at/all.json", "existing directory"),
         ("--length 100000", "--length 100000: 100,000 positions are more than"),
+        ("--n 1000000000 --tasks fwe", "the ids of 1,000,000,000 prompts of 2,048 tokens take about"),
         ("--prompt-file /nowhere.txt", "No such file"),
     ],
 )

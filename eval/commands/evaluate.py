@@ -187,7 +187,7 @@ def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluat
     if not args.dry_run:
         asked = f"--length {args.length} with --batch-size {args.batch_size}"
         sizes.check_cache(config, args.length * args.batch_size, spec, asked)
-    sizes.check_disk(args.out or Path("out"), args.n * len(tasks), args.length)
+    sizes.check_prompts(args.out or Path("out"), args.n * len(tasks), args.length)
     tokenizer = models.load_tokenizer(spec)
     renderer = options.renderer(args, tokenizer)
     request = Request(

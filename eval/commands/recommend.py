@@ -116,6 +116,7 @@ def _prompts(args: argparse.Namespace, spec: Any, config: Any, tokenizer: Any) -
         return found
     fits(args.length, f"--length {args.length}")
     tasks = resolve_tasks(args.tasks or TASKS[spec.tiny], family("builtin", spec.tiny))
+    sizes.check_ids(args.n * len(tasks), args.length)
     for sample in load_samples(Request("builtin", tasks, args.n, args.length), renderer, spec.tiny).samples:
         renderer.prompt(sample, limit)  # refuses what does not fit
         ids = renderer.encode(sample.input, sample.answer_prefix)

@@ -11,6 +11,7 @@ from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run.models import ModelSpec
 
 BYTES_PER_TOKEN = 2  # of prompt text; English has about four
+BYTES_PER_ID = 40  # a number of Python and its place in a list
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -68,17 +69,25 @@ def check_positions(limit: int | None, rows: int, options: str, name: str) -> No
         )
 
 
-def check_disk(directory: Path, prompts: int, length: int) -> None:
-    """Raises EvalError if the prompts that a new run would freeze are more than the disk has left."""
+def check_prompts(directory: Path, prompts: int, length: int) -> None:
+    """Raises EvalError if the prompts that a new run would freeze are more than the disk or the memory has left."""
     if os.path.exists(directory / "manifest.json"):  # Path.exists raises for a name too long
         return
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.isdir(path))
     needed, free = prompts * length * BYTES_PER_TOKEN, shutil.disk_usage(there).free
+    taker = f"--n and --length: {prompts:,} prompts of {length:,} tokens take about"
     if needed > free:
         raise EvalError(
-            f"--n and --length: {prompts:,} prompts of {length:,} tokens take about {_gib(needed)} on the disk, and "
-            f"{there} has {_gib(free)} left; ask for less, or give another --out"
+            f"{taker} {_gib(needed)} on the disk, and {there} has {_gib(free)} left; ask for less, or give another "
+            "--out"
         )
+    check_memory(needed, "cpu", taker)
+
+
+def check_ids(prompts: int, length: int) -> None:
+    """Raises EvalError if the token ids of so many prompts are more than the memory has left."""
+    taker = f"--n and --length: the ids of {prompts:,} prompts of {length:,} tokens take about"
+    check_memory(prompts * length * BYTES_PER_ID, "cpu", taker)
 
 
 def _gib(size: int) -> str:
