@@ -79,7 +79,7 @@ def test_generation(name, settings, other):
 
 def test_nothing_is_scored_or_drawn_where_k_reaches_m(monkeypatch):
     """Algorithm 1, line 4: without routing scores and noise, the outcome is dense attention."""
-    from latent_santa import estimator
+    from latent_santa import two_stage
 
     case = make_case("gqa", heads=3, lengths=(21, 34), suffix=2)
     wanted = case.run(case.teams.M)
@@ -87,7 +87,7 @@ def test_nothing_is_scored_or_drawn_where_k_reaches_m(monkeypatch):
     def fail(*_):
         raise AssertionError("scored or drawn")
 
-    monkeypatch.setattr(estimator, "routing_scores", fail)
+    monkeypatch.setattr(two_stage, "routing_scores", fail)
     monkeypatch.setattr(type(case.draw), "gumbels", fail)
     for name in ("per_head", "pooled"):
         found = case.run(case.teams.M, name)

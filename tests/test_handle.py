@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers.cache_utils import DynamicLayer
 
 import latent_santa
 from latent_santa.patches import control
@@ -107,6 +109,10 @@ def test_scaled_positions():
 
 def test_early_exit_drafts(model):
     """The drafts' calls leave the upper layers out, which then have no rows; tokens are those without a patch."""
+    try:
+        DynamicLayer().crop(-1)
+    except TypeError:  # 5.17 crops no layer without rows, so that such drafts fail in it without a patch
+        pytest.skip(f"transformers {transformers.__version__} has no early-exit drafts that work")
     ids, options = prompt(40), {"assistant_early_exit": 1, "attention_mask": torch.ones(1, 40).long()}
     plain = model.generate(ids, max_new_tokens=6, do_sample=False, **options)
     with latent_santa.patch(model, **EVERY_TEAM) as santa:
