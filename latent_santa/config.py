@@ -110,7 +110,7 @@ class SantaConfig:
     def __post_init__(self) -> None:
         for name, allowed in choices().items():
             value = getattr(self, name)
-            if value not in allowed:
+            if not isinstance(value, str) or value not in allowed:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
         for name in POSITIVE + NON_NEGATIVE:
             value = getattr(self, name)
@@ -171,8 +171,12 @@ class SantaConfig:
         """The inverse of :meth:`to_dict`; fields left out get their defaults.
 
         Raises:
-            ValueError: a name is no field, or a value breaks a rule.
+            ValueError: they are no dictionary, a name is no field, or a value breaks a rule.
         """
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"a dict or a JSON object with settings by name is expected, not a {type(values).__name__}"
+            )
         _known(values)
         return cls(**values)
 
@@ -189,16 +193,13 @@ class SantaConfig:
             ValueError: it holds no JSON object, or one that is no valid configuration; the message names the file.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(values, dict):
-                raise ValueError(f"a JSON object with settings by name is expected, not a {type(values).__name__}")
-            return cls.from_dict(values)
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except ValueError as error:  # json and UTF-8 errors are ValueErrors
             raise ValueError(f"{path}: {error}") from error
 
 
 def _known(names: Any) -> None:
     known = [field.name for field in fields(SantaConfig)]
-    unknown = sorted(set(names) - set(known))
+    unknown = sorted(map(str, set(names) - set(known)))
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}: SantaConfig has {', '.join(known)}")

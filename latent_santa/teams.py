@@ -111,7 +111,7 @@ def build_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
     flat = parents.flatten(0, 1)
     b, is_representative = assign_rows(points.flatten(0, 1), flat, representatives)
     # lines 15-17: team u of parent C holds the rows of C with b_i = u; parent after parent, empty ones have no rows
-    team, count = renumbered(torch.where(flat >= 0, flat * representatives + b, -1))
+    team, count = renumbered(torch.where(flat >= 0, flat * min(representatives, points.shape[2]) + b, -1))
     team, count = team.view(batch, groups, length), count.view(batch, groups)
     most = _most(count)
     place = torch.where(is_representative.view(batch, groups, length), team, most)
@@ -137,6 +137,7 @@ def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[
     """
     groups = Partition(parents)
     rows = points.shape[1]
+    most = min(representatives, rows)  # r = min(R, |C|) can be no larger
     mu = groups.mean(points)  # line 5
     from_mu = _squared_distances(points, mu, groups.slot.clamp_max(max(groups.slots - 1, 0)))
     # two rows are equally far from their mean; rounding must not break that tie
@@ -145,7 +146,7 @@ def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[
     in_L = torch.zeros_like(groups.member)
     b = torch.where(groups.member, 0, -1)
     nearest = torch.full_like(from_mu, torch.inf)  # a row's distance to the nearest of L
-    for u in range(representatives):
+    for u in range(most):
         found = (j_u < rows)[groups.slot] & groups.member  # false once u exceeds r = min(R, |C|)
         row = j_u[groups.slot].clamp_max(rows - 1)
         distance = _squared_distances(points, points, row)
@@ -156,7 +157,7 @@ def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[
         is_j_u = found & (row == torch.arange(rows, device=row.device))
         in_L = in_L | is_j_u
         b = torch.where(is_j_u, u, b)  # line 14: a representative owns its row, whatever duplicates it has
-        if u + 1 < representatives:
+        if u + 1 < most:
             j_u = groups.first_extreme(nearest, groups.member & ~in_L, largest=True)  # line 8
     return b, in_L
 

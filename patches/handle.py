@@ -173,8 +173,15 @@ class SantaHandle:
             **kwargs: options of ``generate``, such as ``max_new_tokens``.
 
         Returns:
-            For each question the new tokens, ``(1, T)`` int64.
+            For each question the new tokens, ``(1, T)`` int64; ``(R, T)`` with R returned sequences.
+
+        Raises:
+            TypeError: something is no tensor of token ids, or an option asks for other output than tokens.
+            ValueError: something is of another shape.
+            RuntimeError: the model is no longer patched.
         """
+        if kwargs.get("return_dict_in_generate"):
+            raise TypeError("answer gives tokens: for scores, use prefill(context).follow(question, ...)")
         prefilled = self.prefill(context)
         return [
             prefilled.follow(question, **kwargs)[:, context.shape[1] + question.shape[1] :] for question in questions

@@ -63,6 +63,7 @@ def handle(model: nn.Module) -> SantaHandle:
     """The handle of a patched model.
 
     Raises:
+        TypeError: ``model`` is no module.
         RuntimeError: the model is not patched.
     """
     found = _find(model)
@@ -72,13 +73,19 @@ def handle(model: nn.Module) -> SantaHandle:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give a patched model back exactly as it was. A model that is not patched is left alone."""
+    """Give a patched model back exactly as it was. A model that is not patched is left alone.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
     found = _find(model)
     if found is not None:
         found.unpatch()
 
 
 def _find(model: nn.Module) -> SantaHandle | None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"got a {type(model).__name__}: give the model, not its name, path or handle")
     marks = (module.__dict__.get("_latent_santa") for module in model.modules())
     return next((mark.control.handle for mark in marks if mark is not None), None)
 

@@ -35,8 +35,11 @@ class Prefilled:
         attention_mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> None:
+        _check_ids("input_ids", input_ids)
+        _check_mask(input_ids, attention_mask)
         self.input_ids, self.attention_mask = input_ids, attention_mask
         self._model, self._control = model, control
+        self._check_patched()
         self._name = next(name for name in CACHE_NAMES if name in control.names)
         self._cache = DynamicCache(config=control.base.config)
         control.thread.preparing = True
@@ -49,9 +52,21 @@ class Prefilled:
         # a replay writes the last row anew
         self._last = [(state.keys[..., -1:, :].clone(), state.values[..., -1:, :].clone()) for state in self._states]
 
+    def _check_patched(self) -> None:
+        if not self._control.handle.patched:
+            raise RuntimeError(
+                "the model is no longer patched under this handle, so nothing would be sampled: patch it again, and "
+                "prefill with the new handle"
+            )
+
     @property
     def _layers(self) -> list[Any]:
         return self._cache.layers
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model knows."""
+        return int(self._model.config.get_text_config(decoder=True).vocab_size)
 
     @property
     def bytes(self) -> int:
@@ -60,7 +75,12 @@ class Prefilled:
         return sum(part.numel() * part.element_size() for part in parts)
 
     def rewound(self) -> Any:
-        """The cache as the prefill left it, all N rows, grouped under the settings in force."""
+        """The cache as the prefill left it, all N rows, grouped under the settings in force.
+
+        Raises:
+            RuntimeError: the patch was undone.
+        """
+        self._check_patched()
         for layer, state, last in zip(self._layers, self._states, self._last, strict=True):
             layer.rewind(state)
             layer.overwrite_last(*last)
@@ -82,10 +102,15 @@ class Prefilled:
 
     def follow(self, turn: Tensor, **kwargs: Any) -> Any:
         """``model.generate`` on the prompt and a further turn ``(B, Q)`` int64 behind it."""
-        ids = torch.cat((self.input_ids, turn), 1)
+        _check_ids("turn", turn)
+        if turn.shape[0] != self.input_ids.shape[0]:
+            raise ValueError(
+                f"turn has {turn.shape[0]} sequences behind {self.input_ids.shape[0]} prompts: give one each"
+            )
+        ids = torch.cat((self.input_ids, turn.to(self.input_ids.device)), 1)
         mask = None
         if self.attention_mask is not None:
-            mask = torch.cat((self.attention_mask, torch.ones_like(turn)), 1)
+            mask = torch.nn.functional.pad(self.attention_mask, (0, turn.shape[1]), value=1)
         return self._generate(ids, mask, self.rewound(), kwargs)
 
     def _generate(self, ids: Tensor, mask: Tensor | None, cache: Any, kwargs: dict[str, Any]) -> Any:
@@ -108,3 +133,34 @@ class Prefilled:
         given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self._name: cache}
         logits: Tensor = self._model(**given, use_cache=True).logits[:, -1]
         return logits
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    """See that ``ids`` are token ids of at least one sequence and one token.
+
+    Raises:
+        TypeError: they are no tensor of integers.
+        ValueError: they are of another shape.
+    """
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        got = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise TypeError(
+            f"{name} is {got}: give token ids, (B, N) int64, as in tokenizer(text, return_tensors='pt').input_ids"
+        )
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}: give (B, N), with at least one sequence and one token")
+
+
+def _check_mask(ids: Tensor, mask: Any) -> None:
+    """See that ``mask`` fits the prompts and hides none of their last tokens, which the replay runs again.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask ({got}) must have the shape of input_ids, {tuple(ids.shape)}")
+    if not bool(mask[:, -1].all()):
+        raise ValueError("attention_mask hides the last token of a prompt: pad on the left (padding_side='left')")

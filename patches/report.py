@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +25,7 @@ COLUMNS = ("layer", "calls", "routing", "union", "suffix", "dense", "percent", "
 def report(handle: SantaHandle, control: Control) -> str:
     """What the handle's model did since the last reset."""
     stream = io.StringIO()
-    console = Console(file=stream, width=100, color_system=None)
+    console = Console(file=stream, width=80, color_system=None)
     state = "patched" if handle.patched else "no longer patched"
     title = f"{type(handle.model).__name__}: {handle.layers} {handle.layout.upper()} layers {state}"
     console.print(f"{title}, {_described(handle.config)}")
@@ -35,7 +36,12 @@ def report(handle: SantaHandle, control: Control) -> str:
     for line in _notes(handle, control):
         console.print(line)
     equation = EQUATIONS.get(handle.layout, "units of its layout")
-    table = Table(title=f"rows read by decoding calls ({equation}); logical access, not time")
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+        title=f"rows read by decoding calls ({equation}); logical access, not time",
+    )
     for column in COLUMNS:
         table.add_column(column, justify="right")
     summary = handle.access.as_dict()

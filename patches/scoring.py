@@ -21,12 +21,23 @@ def score(prompt: Prefilled, continuation: Tensor) -> Tensor:
     Returns:
         ``(B, T)`` float32 natural logarithms; 0 where the continuation is padding.
     """
+    if not isinstance(continuation, Tensor) or continuation.is_floating_point():
+        got = f"a tensor of {continuation.dtype}" if isinstance(continuation, Tensor) else type(continuation).__name__
+        raise TypeError(f"continuation is {got}: give token ids, (B, T) int64")
     if continuation.dim() != 2 or continuation.shape[0] != prompt.input_ids.shape[0]:
         raise ValueError(
             f"continuation has shape {tuple(continuation.shape)}, but {prompt.input_ids.shape[0]} prompts need "
             f"({prompt.input_ids.shape[0]}, T): pad the shorter ones on the right by {IGNORED}"
         )
     real = continuation != IGNORED
+    if not continuation.shape[1]:
+        return torch.zeros(continuation.shape, device=continuation.device)
+    vocabulary = prompt.vocabulary
+    wrong = continuation[real & ((continuation < 0) | (continuation >= vocabulary))]
+    if wrong.numel():
+        raise ValueError(
+            f"continuation holds {int(wrong[0])}: token ids go from 0 to {vocabulary - 1}, and {IGNORED} is padding"
+        )
     tokens = continuation.masked_fill(~real, 0)
     cache, fed = prompt.held_back(), prompt.input_ids[:, -1:]
     found = []

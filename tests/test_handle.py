@@ -37,6 +37,9 @@ def test_a_lost_handle_is_found_again(model):
     latent_santa.unpatch(model)  # nothing is left to undo
     with pytest.raises(RuntimeError, match="is not patched: latent_santa.patch"):
         latent_santa.handle(model)
+    for front_door in (latent_santa.handle, latent_santa.unpatch):
+        with pytest.raises(TypeError, match="got a str: give the model"):
+            front_door("a model's name")
 
 
 def test_presets(model):

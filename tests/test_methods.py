@@ -240,3 +240,8 @@ def test_settings_to_and_from_files(tmp_path):
         assert "settings.json" in str(error.value)
     with pytest.raises(OSError):
         latent_santa.SantaConfig.load(tmp_path / "missing.json")
+    for values in (None, ["budget"], "budget"):
+        with pytest.raises(ValueError, match="a dict or a JSON object .* is expected, not a"):
+            latent_santa.SantaConfig.from_dict(values)
+    with pytest.raises(ValueError, match="unknown setting 1"):
+        latent_santa.SantaConfig.from_dict({1: 2})

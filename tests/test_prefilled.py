@@ -116,3 +116,63 @@ def test_scores_at_full_budget_are_those_of_one_dense_call(model):
         logs = model(whole).logits[0, 39:-1].log_softmax(-1).gather(1, continuation[0][:, None])[:, 0]
     with latent_santa.patch(model, **{**SMALL, "budget": 4096}) as santa:
         torch.testing.assert_close(santa.score(ids, continuation)[0], logs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ("some text", TypeError, "input_ids is a str: give token ids"),
+        ([[1, 2]], TypeError, "input_ids is a list"),
+        (torch.rand(1, 4), TypeError, "input_ids is a tensor of torch.float32"),
+        (prompt(4)[0], ValueError, r"input_ids has shape \(4,\)"),
+        (prompt(4)[:, :0], ValueError, r"input_ids has shape \(1, 0\)"),
+        (prompt(4)[:0], ValueError, r"input_ids has shape \(0, 4\)"),
+    ],
+)
+def test_what_are_no_token_ids(model, given, error, message):
+    with latent_santa.patch(model, **SMALL) as santa:
+        for use in (santa.prefill, lambda ids: santa.score(ids, prompt(2)), lambda ids: santa.answer(ids, [prompt(2)])):
+            with pytest.raises(error, match=message):
+                use(given)
+        with pytest.raises(error, match=message.replace("input_ids", "turn")):
+            santa.prefill(prompt(9)).follow(given)
+
+
+def test_masks_that_do_not_fit_a_prompt(model):
+    with latent_santa.patch(model, **SMALL) as santa:
+        with pytest.raises(ValueError, match="must have the shape of input_ids"):
+            santa.prefill(prompt(9), torch.ones(1, 8))
+        with pytest.raises(ValueError, match="pad on the left"):
+            santa.score(prompt(9), prompt(2), torch.tensor([[1] * 8 + [0]]))
+
+
+def test_turns_and_questions_that_do_not_fit(model):
+    with latent_santa.patch(model, **SMALL) as santa:
+        with pytest.raises(ValueError, match="turn has 1 sequences behind 2 prompts"):
+            santa.answer(prompt(20, 2), [prompt(4)])
+        with pytest.raises(TypeError, match="answer gives tokens"):
+            santa.answer(prompt(20), [prompt(4)], return_dict_in_generate=True)
+
+
+def test_continuations_that_cannot_be_scored(model):
+    ids = prompt(20)
+    with latent_santa.patch(model, **SMALL) as santa:
+        assert santa.score(ids, torch.empty(1, 0, dtype=torch.long)).shape == (1, 0)
+        assert santa.score(ids, torch.tensor([[-100, 96]]))[0, 0] == 0
+        for token in (97, -1):
+            with pytest.raises(ValueError, match=f"holds {token}: token ids go from 0 to 96"):
+                santa.score(ids, torch.tensor([[1, token]]))
+        for given in ([[1]], torch.rand(1, 2)):
+            with pytest.raises(TypeError, match="continuation is .*: give token ids"):
+                santa.score(ids, given)
+
+
+def test_after_unpatching_a_prompt_is_refused(model):
+    """Nothing would be sampled, and nothing would say so."""
+    with latent_santa.patch(model, **SMALL) as santa:
+        kept = santa.prefill(prompt(20))
+    for use in (kept.generate, lambda: kept.follow(prompt(3)), lambda: santa.prefill(prompt(20))):
+        with pytest.raises(RuntimeError, match="no longer patched under this handle"):
+            use()
+    with latent_santa.patch(model, **SMALL), pytest.raises(RuntimeError, match="prefill with the new handle"):
+        kept.generate()

@@ -139,6 +139,7 @@ def test_two_rows_tie_for_their_mean():
 
 def test_one_team_a_row_when_representatives_suffice():
     assert sorted(teams_of([3.0, 1.0, 2.0], 8)) == [([0], 0), ([1], 1), ([2], 2)]
+    assert teams_of([3.0, 1.0, 2.0], 10**12) == teams_of([3.0, 1.0, 2.0], 8)  # work is bound by rows, not by R
 
 
 def test_batch_equals_alone_and_padding_changes_nothing():

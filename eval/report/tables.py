@@ -60,7 +60,8 @@ def cells(entry: dict[str, Any], column: str, paper: bool, single: bool) -> list
 def title(summary: dict[str, Any], column: str) -> str:
     """What a table shows: its mean or task, and the prompts behind it."""
     name = summary["mean"] if column == MEAN else column
-    return f"{name}, {summary['n']} prompts per task at {summary['length']} tokens, {summary['model']}"
+    prompts = "1 prompt" if summary["n"] == 1 else f"{summary['n']} prompts"
+    return f"{name}, {prompts} per task at {summary['length']} tokens, {summary['model']}"
 
 
 def columns_of(summary: dict[str, Any]) -> list[str]:
