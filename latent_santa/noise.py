@@ -3,7 +3,7 @@
 Philox4x32-10 (Salmon et al., 2011) maps a 128-bit counter under a 64-bit key to four 32-bit words. The key is made of
 the base seed and a sequence's own key; the counter is (team, group and head quad, step, layer), and the head's place in
 its quad picks the word. Nothing else enters: a sequence draws the same noise on any device, alone or in a padded batch,
-for every budget. The same draws one by one are :func:`latent_santa.naive.gumbel`.
+for every budget. The same draws one by one are :func:`latent_santa.naive_noise.gumbel`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def uniform_noise(
 ) -> Tensor:
     """SANTA's draws in (0, 1), float64 ``(B, G, H, draws)``; arguments as in :func:`gumbel_noise`.
 
-    One by one they are :func:`latent_santa.naive.uniform64`.
+    One by one they are :func:`latent_santa.naive_noise.uniform64`.
     """
     return _noise(lambda word: (word.double() + 0.5) * 2.0**-32, key, step, layer, groups, heads, draws, shared)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from latent_santa import naive as ref
+from latent_santa import naive_noise
 
 from .cases import PHILOX_KNOWN_ANSWERS
 
@@ -33,25 +34,27 @@ def make_case(heads: int = 2, rows: int = 14, dims: int = 3, value_dims: int = 2
 
 @pytest.mark.parametrize("counter, key, expected", PHILOX_KNOWN_ANSWERS)
 def test_philox_known_answers(counter, key, expected):
-    assert ref.philox4x32_10(counter, key) == expected
+    assert naive_noise.philox4x32_10(counter, key) == expected
 
 
 def test_uniform_is_rounded_and_clamped():
-    assert ref.uniform(0) == 2.0**-33
-    assert ref.uniform(1) == 2.0**-32
-    assert ref.uniform(2**32 - 1) == 1 - 2.0**-24
-    assert ref.uniform(2**31) == 0.5
-    assert ref.uniform(2**31 + 1) == 0.5  # not representable with a 24-bit mantissa
-    assert ref.uniform(2**31 + 384) == 0.5 + 2.0**-23  # halfway, to even
+    assert naive_noise.uniform(0) == 2.0**-33
+    assert naive_noise.uniform(1) == 2.0**-32
+    assert naive_noise.uniform(2**32 - 1) == 1 - 2.0**-24
+    assert naive_noise.uniform(2**31) == 0.5
+    assert naive_noise.uniform(2**31 + 1) == 0.5  # not representable with a 24-bit mantissa
+    assert naive_noise.uniform(2**31 + 384) == 0.5 + 2.0**-23  # halfway, to even
 
 
 def test_gumbel_layout_and_law():
-    words = ref.philox4x32_10((7, 3 * 65536 + 1, 100, 5), (11, 22))
-    draw = ref.gumbel((11, 22), step=100, layer=5, group=3, head=6, team=7, shared=False)
-    assert draw == -math.log(-math.log1p(-ref.uniform(words[2])))
-    shared = [ref.gumbel((11, 22), 100, 5, 3, head, 7, True) for head in range(9)]
-    assert set(shared) == {ref.gumbel((11, 22), 100, 5, 3, 0, 7, False)}
-    draws = np.array([ref.gumbel((1, 2), 9, 0, 0, head, team, False) for head in range(16) for team in range(500)])
+    words = naive_noise.philox4x32_10((7, 3 * 65536 + 1, 100, 5), (11, 22))
+    draw = naive_noise.gumbel((11, 22), step=100, layer=5, group=3, head=6, team=7, shared=False)
+    assert draw == -math.log(-math.log1p(-naive_noise.uniform(words[2])))
+    shared = [naive_noise.gumbel((11, 22), 100, 5, 3, head, 7, True) for head in range(9)]
+    assert set(shared) == {naive_noise.gumbel((11, 22), 100, 5, 3, 0, 7, False)}
+    draws = np.array(
+        [naive_noise.gumbel((1, 2), 9, 0, 0, head, team, False) for head in range(16) for team in range(500)]
+    )
     assert len(set(draws.tolist())) > 0.999 * draws.size
     assert abs(draws.mean() - np.euler_gamma) < 4 * math.pi / math.sqrt(6 * draws.size)
     assert abs((draws <= 1.0).mean() - math.exp(-math.exp(-1.0))) < 4 * 0.5 / math.sqrt(draws.size)

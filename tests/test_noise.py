@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from latent_santa import naive as ref
-from latent_santa import noise
+from latent_santa import naive_noise, noise
 
 from .cases import PHILOX_KNOWN_ANSWERS
 
@@ -29,10 +28,10 @@ def test_philox_equals_the_reference():
     counters = rng.integers(0, 2**32, size=(500, 4))
     keys = rng.integers(0, 2**32, size=(500, 2))
     # words whose products overflow or vanish
-    counters[:64] = rng.choice([0, 1, 0xFFFF, 0x10000, 2**31, ref.MASK32], size=(64, 4))
-    keys[:32] = rng.choice([0, 1, 2**31, ref.MASK32], size=(32, 2))
+    counters[:64] = rng.choice([0, 1, 0xFFFF, 0x10000, 2**31, naive_noise.MASK32], size=(64, 4))
+    keys[:32] = rng.choice([0, 1, 2**31, naive_noise.MASK32], size=(32, 2))
     words = torch.stack(noise.philox(*tensor(counters.tolist()).unbind(1), tensor(keys.tolist())), 1)
-    expected = [ref.philox4x32_10(c, k) for c, k in zip(counters.tolist(), keys.tolist(), strict=True)]
+    expected = [naive_noise.philox4x32_10(c, k) for c, k in zip(counters.tolist(), keys.tolist(), strict=True)]
     assert words.tolist() == [list(row) for row in expected]
 
 
@@ -42,7 +41,7 @@ def test_splitmix_known_answers():
     # the inner mix of seed 0 is `first`, so these sequence keys put 0 and one increment into the outer one
     keys = noise.noise_keys(0, [first, first ^ 0x9E3779B97F4A7C15], "cpu")
     assert keys.dtype == torch.int64
-    assert keys.tolist() == [[value & ref.MASK32, value >> 32] for value in (first, second)]
+    assert keys.tolist() == [[value & naive_noise.MASK32, value >> 32] for value in (first, second)]
 
 
 def test_noise_keys_tell_seeds_and_sequences_apart():
@@ -50,7 +49,7 @@ def test_noise_keys_tell_seeds_and_sequences_apart():
     sequences = list(range(200)) + [-1, 2**40]
     pairs = {tuple(row) for seed in seeds for row in noise.noise_keys(seed, sequences, "cpu").tolist()}
     assert len(pairs) == len(seeds) * len(sequences)
-    assert all(0 <= word <= ref.MASK32 for pair in pairs for word in pair)
+    assert all(0 <= word <= naive_noise.MASK32 for pair in pairs for word in pair)
     # a 64-bit key, whatever Python's sign for it
     assert noise.noise_keys(3, [-1], "cpu").equal(noise.noise_keys(3, [2**64 - 1], "cpu"))
     assert noise.noise_keys(3, [7, 7], "cpu").unique(dim=0).shape[0] == 1
@@ -64,7 +63,7 @@ def test_gumbel_noise_equals_the_reference(heads, shared):
     draws = noise.gumbel_noise(key, step, layer, groups, heads, teams, shared)
     assert draws.shape == (2, groups, heads, teams) and draws.dtype == torch.float32
     expected = [
-        [[[ref.gumbel(key[b].tolist(), int(step[b]), layer, g, h, t, shared) for t in range(teams)]
+        [[[naive_noise.gumbel(key[b].tolist(), int(step[b]), layer, g, h, t, shared) for t in range(teams)]
           for h in range(heads)] for g in range(groups)] for b in range(2)
     ]  # fmt: skip
     torch.testing.assert_close(draws.double(), torch.tensor(expected, dtype=torch.float64), rtol=2e-6, atol=2e-6)
@@ -74,10 +73,12 @@ def test_gumbel_noise_equals_the_reference(heads, shared):
 def test_uniform_noise_equals_the_reference(shared):
     key, step = noise.noise_keys(11, [3, 2**50], "cpu"), tensor([9, 70001])
     draws = noise.uniform_noise(key, step, 26, 2, 7, 5, shared)
-    expected = [
-        [[[ref.uniform64(ref.noise_word(key[b].tolist(), int(step[b]), 26, g, h, t, shared)) for t in range(5)]
-          for h in range(7)] for g in range(2)] for b in range(2)
-    ]  # fmt: skip
+
+    def draw(b: int, g: int, h: int, t: int) -> float:
+        word = naive_noise.noise_word(key[b].tolist(), int(step[b]), 26, g, h, t, shared)
+        return naive_noise.uniform64(word)
+
+    expected = [[[[draw(b, g, h, t) for t in range(5)] for h in range(7)] for g in range(2)] for b in range(2)]
     assert draws.dtype == torch.float64 and draws.tolist() == expected
 
 
@@ -125,8 +126,8 @@ def test_extreme_words():
     u, draws = noise.uniform(words), noise.gumbel(words)
     assert u.dtype == draws.dtype == torch.float32
     assert bool(draws.isfinite().all()) and bool((u > 0).all()) and bool((u < 1).all())
-    assert u.tolist() == [ref.uniform(word) for word in words.tolist()]
-    expected = [-math.log(-math.log1p(-ref.uniform(word))) for word in words.tolist()]
+    assert u.tolist() == [naive_noise.uniform(word) for word in words.tolist()]
+    expected = [-math.log(-math.log1p(-naive_noise.uniform(word))) for word in words.tolist()]
     # the upper tail (small words) keeps full relative precision: the selecting end of the law
     torch.testing.assert_close(draws.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
     assert float(draws[0]) == pytest.approx(33 * math.log(2), abs=1e-5)

@@ -11,6 +11,7 @@ import torch
 
 import latent_santa
 from latent_santa import naive as ref
+from latent_santa import naive_noise
 from latent_santa.backends import BACKENDS, TorchBackend
 from latent_santa.noise import noise_keys
 from latent_santa.rows import Rows
@@ -64,7 +65,9 @@ def reference_output(call, b, g, seed, sequence_key, estimator, shared):
     heads = query.shape[2]
     seen = sum(len(team.members) for team in records) + len(exact)
     key = noise_keys(seed, [sequence_key], "cpu")[0].tolist()
-    noise = [[ref.gumbel(key, seen, draw.layer, g, h, t, shared) for t in range(len(records))] for h in range(heads)]
+    noise = [
+        [naive_noise.gumbel(key, seen, draw.layer, g, h, t, shared) for t in range(len(records))] for h in range(heads)
+    ]
     result = ref.attention_group(
         query[b, g].double().numpy(),
         keys[b, g].double().numpy(),
