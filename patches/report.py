@@ -51,7 +51,8 @@ def report(handle: SantaHandle, control: Control) -> str:
             *(str(entry[name]) for name in COLUMNS[:6]),
             *("-" if value is None else f"{value:.2f}" for value in percents),
         )
-    console.print(table)
+    # numbers are never cut: counts of many digits make the table wider than the text above it
+    Console(file=stream, width=200, color_system=None).print(table)
     return stream.getvalue()
 
 

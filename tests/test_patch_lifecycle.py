@@ -226,6 +226,16 @@ def test_settings_come_from_a_config_and_overrides(model):
     assert config.budget == 16
 
 
+def test_the_report_cuts_no_number(model, monkeypatch):
+    with latent_santa.patch(model, **SMALL) as santa:
+        generate(model, prompt(40), 2)
+        summary = santa.access.as_dict()
+        many = {"routing": 123456789012, "union": 234567890123, "suffix": 345678901234, "dense": 456789012345}
+        summary["totals"].update(many)
+        monkeypatch.setattr(santa.access, "as_dict", lambda: summary)
+        assert all(str(count) in santa.report() for count in many.values())
+
+
 def test_report_and_repr(model):
     with latent_santa.patch(model, **SMALL) as santa:
         assert "nan" not in santa.report().lower()
