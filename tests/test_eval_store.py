@@ -49,6 +49,19 @@ def test_write_atomic_replaces_or_leaves_alone(tmp_path, monkeypatch):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_pipes_and_links_are_written_to_and_stay(tmp_path):
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(pipe, "through")
+    assert os.read(reader, 100) == b"through" and pipe.is_fifo()
+    os.close(reader)
+    file.write_text("old")
+    link.symlink_to(file)
+    write_atomic(link, "new")
+    assert link.is_symlink() and file.read_text() == "new"
+
+
 def test_prompts_are_frozen_before_the_manifest(tmp_path, monkeypatch):
     store = Store(tmp_path)
     assert not store.frozen

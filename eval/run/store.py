@@ -32,10 +32,14 @@ _UNFINISHED = ".unfinished"
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file by new content in one step: a reader, or a crash, sees the old file or the new one.
 
-    Raises OSError that names the file, also for a full disk.
+    What is no file of its own (/dev/stdout, a pipe, a link) stays, and is written to. Raises OSError that names the
+    file, also for a full disk.
     """
     data = content.encode() if isinstance(content, str) else content
     with _naming(path):
+        if path.exists() and (path.is_symlink() or not path.is_file()):
+            path.write_bytes(data)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED)
         try:
