@@ -113,6 +113,7 @@ def test_capture_takes_the_middle_layer(tmp_path: Path, capsys: pytest.CaptureFi
             "--device cpu --shape small --batch 1000000",
             "--batch 1000000 and --context 32768: weights and cached rows take",
         ),
+        ("--device cpu --shape small --layers 1000000 --context 256", "weights and cached rows take"),
     ],
 )
 def test_decode_refuses_before_a_model_is_made(

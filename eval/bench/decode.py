@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import time
@@ -39,9 +40,19 @@ def shape_config(shape: str, layers: int | None, dtype: torch.dtype) -> Any:
 
 
 def weight_bytes(config: Any) -> int:
-    """Memory of the model's weights; nothing is allocated."""
-    model = random_model(config, config.dtype, "meta")
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    """Memory of the model's weights, from a model of two layers with experts; nothing is allocated."""
+
+    def of(layers: int) -> int:
+        few = copy.copy(config)
+        few.num_hidden_layers = layers
+        model = random_model(few, config.dtype, "meta")
+        return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+
+    all_kinds = config.first_k_dense_replace + 1
+    more = config.num_hidden_layers - all_kinds
+    if more <= 1:
+        return of(config.num_hidden_layers)
+    return of(all_kinds) + more * (of(all_kinds + 1) - of(all_kinds))
 
 
 def random_model(config: Any, dtype: torch.dtype, device: str) -> Any:
