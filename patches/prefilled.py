@@ -102,11 +102,13 @@ class Prefilled:
 
     def follow(self, turn: Tensor, **kwargs: Any) -> Any:
         """``model.generate`` on the prompt and a further turn ``(B, Q)`` int64 behind it."""
-        _check_ids("turn", turn)
+        _check_ids("turn", turn, least=0)
         if turn.shape[0] != self.input_ids.shape[0]:
             raise ValueError(
                 f"turn has {turn.shape[0]} sequences behind {self.input_ids.shape[0]} prompts: give one each"
             )
+        if not turn.shape[1]:
+            return self.generate(**kwargs)  # generate feeds all ids again when none is new to the cache
         ids = torch.cat((self.input_ids, turn.to(self.input_ids.device)), 1)
         mask = None
         if self.attention_mask is not None:
@@ -135,8 +137,8 @@ class Prefilled:
         return logits
 
 
-def _check_ids(name: str, ids: Any) -> None:
-    """See that ``ids`` are token ids of at least one sequence and one token.
+def _check_ids(name: str, ids: Any, least: int = 1) -> None:
+    """See that ``ids`` are token ids of at least one sequence and ``least`` tokens.
 
     Raises:
         TypeError: they are no tensor of integers.
@@ -147,8 +149,8 @@ def _check_ids(name: str, ids: Any) -> None:
         raise TypeError(
             f"{name} is {got}: give token ids, (B, N) int64, as in tokenizer(text, return_tensors='pt').input_ids"
         )
-    if ids.dim() != 2 or not ids.numel():
-        raise ValueError(f"{name} has shape {tuple(ids.shape)}: give (B, N), with at least one sequence and one token")
+    if ids.dim() != 2 or not ids.shape[0] or ids.shape[1] < least:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}: give (B, N), at least one sequence and {least} tokens")
 
 
 def _check_mask(ids: Tensor, mask: Any) -> None:

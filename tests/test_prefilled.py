@@ -134,8 +134,19 @@ def test_what_are_no_token_ids(model, given, error, message):
         for use in (santa.prefill, lambda ids: santa.score(ids, prompt(2)), lambda ids: santa.answer(ids, [prompt(2)])):
             with pytest.raises(error, match=message):
                 use(given)
+        if isinstance(given, torch.Tensor) and given.shape == (1, 0):
+            return  # an empty turn is one
         with pytest.raises(error, match=message.replace("input_ids", "turn")):
             santa.prefill(prompt(9)).follow(given)
+
+
+def test_an_empty_turn_adds_no_row(model):
+    options = {"do_sample": False, "max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True}
+    with latent_santa.patch(model, **SMALL) as santa:
+        prefilled = santa.prefill(prompt(40))
+        wanted, found = prefilled.generate(**options), prefilled.follow(prompt(40)[:, :0], **options)
+        assert all(a.equal(b) for a, b in zip(wanted.scores, found.scores, strict=True))
+        assert cache_of(found).get_seq_length() == 43
 
 
 def test_masks_that_do_not_fit_a_prompt(model):
