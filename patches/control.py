@@ -226,11 +226,12 @@ class Control:
         for layer in layers:
             if layer.foreign:
                 layer.regroup()
-        lengths = {length for layer in layers if (length := layer.get_seq_length())}
+        lengths = {rows.shape[-2] for layer in layers if layer.get_seq_length() for rows in (layer.keys, layer.values)}
         if len(lengths) > 1:
             raise NotImplementedError(
-                f"the cache's layers hold different numbers of rows ({', '.join(map(str, sorted(lengths)))}): a method "
-                "that evicts rows per layer beside latent_santa is not supported; evict the same number in each"
+                "the cache's layers, or their keys and values, hold different numbers of rows "
+                f"({', '.join(map(str, sorted(lengths)))}): a method that evicts rows per layer beside latent_santa is "
+                "not supported; evict the same number in each"
             )
         return layers
 

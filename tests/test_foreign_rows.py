@@ -182,11 +182,13 @@ def test_rows_pruned_by_a_hook_inside_the_prefill(model):
             hook.remove()
 
 
-def test_layers_of_different_lengths_are_refused(model):
+@pytest.mark.parametrize("parts", [("keys", "values"), ("keys",), ("values",)])
+def test_different_lengths_are_refused(model, parts):
+    """Of layers, and of a layer's keys and values."""
     with latent_santa.patch(model, **SMALL):
         cache = DynamicCache(config=model.config)
         call(model, cache, prompt(40))
-        layer = cache.layers[1]
-        layer.keys, layer.values = layer.keys[:, :, :30], layer.values[:, :, :30]
+        for part in parts:
+            setattr(cache.layers[1], part, getattr(cache.layers[1], part)[:, :, :30])
         with pytest.raises(NotImplementedError, match="different numbers of rows .30, 40."):
             call(model, cache, torch.tensor([[7]]))
