@@ -169,6 +169,8 @@ class Control:
     def prepare(self, cache: Any, mask: Tensor | None) -> None:
         """Group the rows of a filled cache that wait for it."""
         layers = self._layers(cache)
+        if not layers[0].get_seq_length():
+            return
         visible = visible_rows(mask, layers[0].keys.shape[0], layers[0].get_seq_length())
         self._group(layers, visible)
 

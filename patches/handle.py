@@ -176,16 +176,17 @@ class SantaHandle:
             For each question the new tokens, ``(1, T)`` int64; ``(R, T)`` with R returned sequences.
 
         Raises:
-            TypeError: something is no tensor of token ids, or an option asks for other output than tokens.
+            TypeError: something is no tensor of token ids.
             ValueError: something is of another shape.
             RuntimeError: the model is no longer patched.
         """
-        if kwargs.get("return_dict_in_generate"):
-            raise TypeError("answer gives tokens: for scores, use prefill(context).follow(question, ...)")
         prefilled = self.prefill(context)
-        return [
-            prefilled.follow(question, **kwargs)[:, context.shape[1] + question.shape[1] :] for question in questions
-        ]
+        answers = []
+        for question in questions:
+            output = prefilled.follow(question, **kwargs)
+            tokens = output if isinstance(output, torch.Tensor) else output.sequences
+            answers.append(tokens[:, context.shape[1] + question.shape[1] :])
+        return answers
 
     def score(
         self, input_ids: torch.Tensor, continuation: torch.Tensor, attention_mask: torch.Tensor | None = None

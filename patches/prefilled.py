@@ -6,6 +6,9 @@ token as an ordinary one-token call, which is Appendix F's replay. Rows below it
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +22,8 @@ from .grouping import group_waiting
 class Prefilled:
     """The cache of a dense prefill and the ways to use it. Made by ``santa.prefill``.
 
-    Uses follow one another: a new one takes the cache from the one before.
+    Uses follow one another: a new one takes the cache from the one before. ``generate`` and ``follow`` of several
+    threads wait for each other.
 
     Attributes:
         input_ids: ``(B, N)`` int64, the prompt.
@@ -39,18 +43,41 @@ class Prefilled:
         _check_mask(input_ids, attention_mask)
         self.input_ids, self.attention_mask = input_ids, attention_mask
         self._model, self._control = model, control
+        self._lock, self._busy = threading.RLock(), False
         self._check_patched()
         self._name = next(name for name in CACHE_NAMES if name in control.names)
         self._cache = DynamicCache(config=control.base.config)
         control.thread.preparing = True
         try:
-            options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, self._name: self._cache}
+            options = {
+                "max_new_tokens": 1,
+                "do_sample": False,
+                "num_beams": 1,
+                "num_return_sequences": 1,
+                self._name: self._cache,
+            }
             model.generate(input_ids, attention_mask=attention_mask, **kwargs, **options)
         finally:
             control.thread.preparing = False
         self._states = [layer.snapshot() for layer in self._layers]
         # a replay writes the last row anew
         self._last = [(state.keys[..., -1:, :].clone(), state.values[..., -1:, :].clone()) for state in self._states]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One use at a time; a use from within a use (a streamer's) could only break the outer one.
+
+        Raises:
+            RuntimeError: this thread is already using the prompt.
+        """
+        with self._lock:
+            if self._busy:
+                raise RuntimeError("this prefilled prompt is being generated from: finish that first, or prefill again")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
 
     def _check_patched(self) -> None:
         if not self._control.handle.patched:
@@ -98,7 +125,8 @@ class Prefilled:
 
     def generate(self, **kwargs: Any) -> Any:
         """``model.generate`` on the prompt under the settings in force, without computing its prefill again."""
-        return self._generate(self.input_ids, self.attention_mask, self.held_back(), kwargs)
+        with self._alone():
+            return self._generate(self.input_ids, self.attention_mask, self.held_back(), kwargs)
 
     def follow(self, turn: Tensor, **kwargs: Any) -> Any:
         """``model.generate`` on the prompt and a further turn ``(B, Q)`` int64 behind it."""
@@ -113,11 +141,14 @@ class Prefilled:
         mask = None
         if self.attention_mask is not None:
             mask = torch.nn.functional.pad(self.attention_mask, (0, turn.shape[1]), value=1)
-        return self._generate(ids, mask, self.rewound(), kwargs)
+        with self._alone():
+            return self._generate(ids, mask, self.rewound(), kwargs)
 
     def _generate(self, ids: Tensor, mask: Tensor | None, cache: Any, kwargs: dict[str, Any]) -> Any:
         """``generate`` repeats ids for beams and returned sequences, but no cache that it is given."""
         settings = kwargs.get("generation_config") or self._model.generation_config
+        if kwargs.get("use_cache", getattr(settings, "use_cache", None)) is False:
+            raise ValueError("use_cache=False: a prefilled prompt is its cache; switch it on in generation settings")
         asked = (
             kwargs.get(name) or getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")
         )

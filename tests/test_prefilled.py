@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from transformers import DynamicCache
 
 import latent_santa
 
@@ -161,8 +164,9 @@ def test_turns_and_questions_that_do_not_fit(model):
     with latent_santa.patch(model, **SMALL) as santa:
         with pytest.raises(ValueError, match="turn has 1 sequences behind 2 prompts"):
             santa.answer(prompt(20, 2), [prompt(4)])
-        with pytest.raises(TypeError, match="answer gives tokens"):
-            santa.answer(prompt(20), [prompt(4)], return_dict_in_generate=True)
+        given = prompt(20), [prompt(4)]
+        plain = santa.answer(*given, max_new_tokens=3, do_sample=False)
+        assert santa.answer(*given, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)[0].equal(plain[0])
 
 
 def test_continuations_that_cannot_be_scored(model):
@@ -187,3 +191,48 @@ def test_after_unpatching_a_prompt_is_refused(model):
             use()
     with latent_santa.patch(model, **SMALL), pytest.raises(RuntimeError, match="prefill with the new handle"):
         kept.generate()
+
+
+def test_uses_of_one_prompt_never_overlap(model):
+    options = {"do_sample": False, "max_new_tokens": 6}
+    with latent_santa.patch(model, **SMALL) as santa:
+        prefilled, found = santa.prefill(prompt(40)), {}
+        wanted = prefilled.generate(**options)
+        threads = [
+            threading.Thread(target=lambda n=n: found.update({n: prefilled.generate(**options)})) for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4 and all(tokens.equal(wanted) for tokens in found.values())
+
+        class Meddling:
+            def put(self, tokens):
+                prefilled.generate(**options)
+
+            def end(self):
+                pass
+
+        with pytest.raises(RuntimeError, match="is being generated from"):
+            prefilled.generate(streamer=Meddling(), **options)
+        assert prefilled.generate(**options).equal(wanted)
+
+
+def test_generation_settings_of_the_model(model, monkeypatch):
+    ids, settings = prompt(40), model.generation_config
+    with latent_santa.patch(model, **SMALL) as santa:
+        monkeypatch.setattr(settings, "do_sample", True)
+        monkeypatch.setattr(settings, "num_return_sequences", 3)
+        assert santa.prefill(ids).generate(max_new_tokens=2).shape == (3, 42)
+        monkeypatch.undo()
+        monkeypatch.setattr(settings, "use_cache", False)
+        with pytest.raises(ValueError, match="use_cache=False: a prefilled prompt is its cache"):
+            santa.prefill(ids).generate(max_new_tokens=2)
+
+
+def test_an_empty_cache_has_nothing_to_prepare(model):
+    with latent_santa.patch(model, **SMALL) as santa:
+        cache = DynamicCache()
+        santa.prepare(cache)
+        assert cache.get_seq_length() == 0
