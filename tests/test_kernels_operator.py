@@ -100,7 +100,7 @@ def test_a_crowd_of_large_scores_is_searched() -> None:
 def test_one_workspace_serves_every_budget() -> None:
     """Budgets that differ in one buffer's size only must not share that buffer."""
     step = make_step(
-        "gqa", heads=2, lengths=(900, 600), dims=(16,), parent_size=2, representatives=2, dtype=torch.float16
+        "gqa", heads=2, lengths=(260, 180), dims=(16,), parent_size=2, representatives=2, dtype=torch.float16
     )
     workspace = Workspace(SMALL)
     for k in (5, 32, 64, 5, 100, 32):
