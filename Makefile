@@ -11,12 +11,15 @@ run: $(VENV)/.run
 	@$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
 	@echo "The command itself: source $(BIN)/activate, then latent-santa --help"
 
+# one process per core, a file's tests in one of them
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n auto --dist loadfile
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(call PYTEST,$(VENV))
 
 # the oldest transformers that is supported
 test-oldest: .venv-oldest/.test
-	.venv-oldest/bin/python -m pytest
+	$(call PYTEST,.venv-oldest)
 
 # every causal, image-text and multimodal class of the installed transformers, tiny, against itself unpatched
 test-classes: $(VENV)/.test

@@ -395,6 +395,12 @@ def test_a_run_of_another_shape_is_refused_by_name(tmp_path, capsys, change, sai
     assert re.search(f"manifest.json.*{said}", capsys.readouterr().err)
 
 
+def test_options_of_two_stages_belong_to_two_stages(capsys):
+    for options in (["--parents-per-head", "32"], ["--parent-summary", "diagonal"]):
+        assert main(["ruler", "--model", "builtin:tiny", "--dry-run", *options]) == 2
+        assert "are of --routing two_stage: add it, or leave them out" in capsys.readouterr().err
+
+
 def test_every_condition_sets_every_field():
     """What a method does not use is as in the base, so nothing is left of the condition that ran before it."""
     base = replace(DENSE, seed=5, noise="shared", kmeans_seed=2, routing_dtype="int8")

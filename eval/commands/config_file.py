@@ -50,6 +50,8 @@ class FromConfig(argparse.Action):
         used, default = config.used(), SantaConfig()
         options = {action.dest: action for action in parser._actions}
         for field, setting in config.to_dict().items():
+            if config.routing == "one_stage" and field in ("parents_per_head", "parent_summary"):
+                continue  # they are of two stages
             option_of = options.get(PLURALS.get(field, field)) or options.get(field)
             if field == "method" and option_of is not None:
                 namespace.methods = ["dense", *([setting] if setting != "dense" else [])]

@@ -188,15 +188,13 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
     add(
         "--parents-per-head",
         type=values(int, "32,64"),
-        default="64",
         metavar="K1",
-        help="K1 of two_stage: parents that each head samples; K of Equation 5 is then K2",
+        help="K1 of two_stage: parents that each head samples; K of Equation 5 is then K2 (default: 64)",
     )
     add(
         "--parent-summary",
         type=values(str, "mean,isotropic"),
-        default="mean",
-        help="what stands for a parent in two_stage: mean, or with its keys' spread isotropic or diagonal",
+        help="two_stage: a parent's mean key, or with its keys' spread isotropic or diagonal (default: mean)",
     )
     add(
         "--centroid-sizes",
@@ -277,8 +275,11 @@ def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig
     at_least(args, parent_size=1, representatives=1)
     teams = args.teams or [(args.parent_size or 16, args.representatives or 4)]
     routing: list[dict[str, Any]] = []
+    two_stages = (args.parents_per_head, args.parent_summary)
+    if any(two_stages) and "two_stage" not in args.routing:
+        raise EvalError("--parents-per-head and --parent-summary are of --routing two_stage: add it, or leave them out")
     for kind in args.routing:
-        axes = (args.parents_per_head, args.parent_summary) if kind == "two_stage" else ()
+        axes = (two_stages[0] or [64], two_stages[1] or ["mean"]) if kind == "two_stage" else ()
         named = (dict(zip(("parents_per_head", "parent_summary"), part, strict=False)) for part in product(*axes))
         routing += [{"routing": kind, **fields} for fields in named]
     sizes = (teams, args.centroid_sizes)
