@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 from collections.abc import Callable
@@ -18,6 +19,11 @@ from latent_santa.eval.run.generation import Answer, Batch
 from latent_santa.eval.tiny.load import MODEL_DIRECTORY
 
 DENSE = SantaConfig(method="dense")
+
+OPTIONS = (
+    "--data builtin --tasks niah_single_1,fwe --length 256 --n 3 --budgets 16,32 --estimators pooled "
+    "--parents contiguous --floor 0"
+).split()
 
 
 def santapp(budget: int, parents: str, estimator: str, representatives: int = 4) -> SantaConfig:
@@ -94,3 +100,12 @@ class FakeGenerator:
             raise error
         cap = batch.max_new_tokens
         return [Answer(self.text, cap, True, self.sparse_calls, 0, dict(self.access)) for _ in batch.names]
+
+
+def results(directory: Path) -> dict[str, list[dict]]:
+    """Results of each file without what differs between runs of equal settings."""
+    found = {}
+    for path in sorted((directory / "results").iterdir()):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found[path.name] = [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+    return found
