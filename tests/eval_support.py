@@ -109,3 +109,11 @@ def results(directory: Path) -> dict[str, list[dict]]:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         found[path.name] = [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
     return found
+
+
+def finished_run(directory: Path, model: str) -> Path:
+    """A run of the command that nothing disturbed."""
+    from latent_santa.eval.cli import main
+
+    assert main(["ruler", "--model", model, *OPTIONS, "--out", str(directory)]) == 0
+    return directory

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from latent_santa.eval.cli import main
-from tests.eval_support import OPTIONS, block_network, results, save_random_model
+from tests.eval_support import OPTIONS, block_network, finished_run, results, save_random_model
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, model) -> Path:
-    """A run that nothing disturbed."""
-    directory = tmp_path_factory.mktemp("runs") / "finished"
-    assert main(["ruler", "--model", model, *OPTIONS, "--out", str(directory)]) == 0
-    return directory
+    return finished_run(tmp_path_factory.mktemp("runs") / "finished", model)
 
 
 def test_a_run_leaves_its_files_without_the_network(tmp_path, model, monkeypatch, capsys):
@@ -136,7 +133,7 @@ def test_changed_settings_are_refused_by_name(tmp_path, model, finished, capsys)
         return capsys.readouterr().err
 
     before = (finished / "manifest.json").read_bytes()
-    assert "--resume goes on with it" in refused(resume=False)
+    assert "--resume continues it" in refused(resume=False)
     assert "n: 3 then, 4 now" in refused("--n", "4")
     text = refused("--seed", "1", "--answer-prefix", "none")
     assert "batch_size: 1 then, 2 now" in refused("--batch-size", "2")

@@ -7,16 +7,22 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from latent_santa.eval.cli import main
-from tests.eval_support import OPTIONS, results, save_random_model
+from tests.eval_support import OPTIONS, finished_run, results, save_random_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(save_random_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, model) -> Path:
+    return finished_run(tmp_path_factory.mktemp("runs") / "finished", model)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +325,7 @@ def test_a_stopped_run_says_what_is_kept(tmp_path, model, monkeypatch, capsys, s
     words = ["ruler", "--model", model, *OPTIONS, "--out", str(out)]
     assert main(words) == (130 if isinstance(stop, KeyboardInterrupt) else 2)
     said = capsys.readouterr().err
-    assert f"every result up to here is kept in {out}; the same command with --out {out} --resume goes on" in said
+    assert f"every result up to here is kept in {out}; the same command with --out {out} --resume continues it" in said
     assert ("interrupted" in said) == isinstance(stop, KeyboardInterrupt)
     monkeypatch.setattr(store.Store, "append", append)
     assert sum(len(lines) for lines in results(out).values()) == 3

@@ -112,7 +112,7 @@ class Evaluation:
             return
         store.complete_manifest()
         if not resume:
-            raise EvalError(f"{store.directory} holds a run: --resume goes on with it, another --out starts a new one")
+            raise EvalError(f"{store.directory} holds a run: --resume continues it, another --out starts a new one")
         try:
             notes = freeze.check_resume(store, self.settings, self.conditions)
         except EvalError:
@@ -257,7 +257,7 @@ def _kept(store: Store, first: bool) -> Iterator[None]:
             raise
         told = (
             f"every result up to here is kept in {store.directory}; the same command with --out {store.directory} "
-            "--resume goes on with it"
+            "--resume continues it"
         )
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(told) from error
