@@ -77,7 +77,6 @@ class PatchedLayer:
         method = METHODS[config.method]
         step = self._step(call, query, key, value, scale)
         output = method.attend(step, config, self._backend)
-        assert step.draw is not None
         dense = step.draw.step[:, None].expand_as(output.union)
         counts = (output.routing, output.union, output.suffix, dense)
         self.control.access.record(self.layer, self._unit(step), *counts)

@@ -14,6 +14,7 @@ from torch import Tensor
 from latent_santa.eval.cli import main
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run import models
+from latent_santa.patches.limits import context_limit
 
 from .eval_support import save_random_model
 from .tiny_models import tiny_model
@@ -147,10 +148,10 @@ LIMITS: dict[str, tuple[Config, int | None]] = {
 @pytest.mark.parametrize("kind", LIMITS)
 def test_the_context_limit_counts_stretched_positions(kind: str) -> None:
     config, limit = LIMITS[kind]
-    assert models.context_limit(config) == limit
+    assert context_limit(config) == limit
 
 
 def test_the_context_limit_of_a_real_configuration() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 256}
-    assert models.context_limit(tiny_model("llama", rope_parameters=yarn).config) == 2048
-    assert models.context_limit(tiny_model("qwen2").config) == 256
+    assert context_limit(tiny_model("llama", rope_parameters=yarn).config) == 2048
+    assert context_limit(tiny_model("qwen2").config) == 256

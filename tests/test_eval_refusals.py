@@ -202,12 +202,15 @@ def test_compare_refuses_sizes_before_anything_slow(model, monkeypatch, capsys, 
 
 def test_a_cache_that_cannot_fit_is_refused_by_its_size(tmp_path, model, monkeypatch, capsys):
     """Without a limit of positions the free memory decides; prompts that the disk cannot hold are refused too."""
+    from latent_santa.eval.commands import evaluate
     from latent_santa.eval.run import models, sizes
+    from latent_santa.patches import limits
 
     config = models.load_config(models.ModelSpec(model))
     assert sizes.cache_bytes(config, 10, "float32") == 10 * 2 * (16 + 8) * 4
     monkeypatch.setattr(models, "load", None)
-    monkeypatch.setattr(models, "context_limit", lambda config: None)
+    for module in (limits, evaluate):
+        monkeypatch.setattr(module, "context_limit", lambda config: None)
     monkeypatch.setattr(sizes, "free_bytes", lambda device: 1 << 20)
     for words in (["compare"], ["ruler", "--out", str(tmp_path / "run")]):
         assert main([*words, "--model", model, "--length", "1000000"]) == 2

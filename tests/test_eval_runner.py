@@ -22,6 +22,7 @@ from latent_santa.eval.run.render import Renderer
 from latent_santa.eval.run.runner import Runner
 from latent_santa.eval.run.store import Store
 from latent_santa.eval.sources.samples import make_sample
+from latent_santa.patches.limits import context_limit
 from tests.eval_support import DENSE, FakeGenerator, santapp, save_random_model, tokenizer
 
 SPARSE = santapp(32, "kmeans", "pooled")
@@ -251,6 +252,6 @@ def test_a_model_is_told_from_another_of_its_name(tmp_path):
     spec = models.ModelSpec(str(save_random_model(tmp_path)))
     config = models.load_config(spec)
     before = models.identity(spec, config)
-    assert models.context_limit(config) == 4096
+    assert context_limit(config) == 4096
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + " ")
     assert models.identity(spec, config) != before

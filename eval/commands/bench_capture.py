@@ -40,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.bench.workload import save
     from latent_santa.eval.run import sizes
     from latent_santa.eval.run.conditions import checked_config
-    from latent_santa.eval.run.models import context_limit, load, load_config, load_tokenizer
+    from latent_santa.eval.run.models import load, load_config, load_tokenizer
     from latent_santa.eval.run.store import check_writable
+    from latent_santa.patches.limits import context_limit
 
     options.at_least(args, length=2, steps=1, layer=0)
     spec = options.model_spec(args)

@@ -39,8 +39,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from latent_santa.eval.run import sizes
-    from latent_santa.eval.run.models import check_supported, context_limit, load, load_config, load_tokenizer
+    from latent_santa.eval.run.models import check_supported, load, load_config, load_tokenizer
     from latent_santa.eval.run.selfcheck import NEW_TOKENS, run_checks
+    from latent_santa.patches.limits import context_limit
 
     console = Console()
     spec = model_spec(args)

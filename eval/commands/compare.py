@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.run.comparison import Outcome, run_condition
     from latent_santa.eval.run.conditions import label
     from latent_santa.eval.run.generation import make_greedy
-    from latent_santa.eval.run.models import check_supported, context_limit, load, load_config, load_tokenizer
+    from latent_santa.eval.run.models import check_supported, load, load_config, load_tokenizer
     from latent_santa.eval.run.progress import Progress
     from latent_santa.eval.run.store import write_atomic
+    from latent_santa.patches.limits import context_limit
 
     console = output_console()
     spec = model_spec(args)

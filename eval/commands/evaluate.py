@@ -27,6 +27,7 @@ from latent_santa.eval.run.runner import Runner
 from latent_santa.eval.run.store import Prompt, Store, check_writable
 from latent_santa.eval.sources import Request, family
 from latent_santa.eval.sources.tasks import resolve_tasks
+from latent_santa.patches.limits import context_limit
 
 
 @dataclass
@@ -178,7 +179,7 @@ def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluat
     conditions = options.conditions(args, base)
     config = models.load_config(spec)
     models.check_supported(spec, config)
-    limit = args.context_limit or models.context_limit(config)
+    limit = args.context_limit or context_limit(config)
     if limit is not None and args.length > limit:
         raise EvalError(
             f"--length {args.length} exceeds the model's limit of {limit} positions; use a shorter length, or "

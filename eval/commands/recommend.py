@@ -96,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace, spec: Any, config: Any, tokenizer: Any) -> list[Any]:
     """The user's own prompts or builtin ones, whose rows are known to fit. Raises EvalError."""
     from latent_santa.eval.run import sizes
-    from latent_santa.eval.run.models import context_limit
     from latent_santa.eval.run.recommending import Wanted
     from latent_santa.eval.sources import Request, family, load_samples
     from latent_santa.eval.sources.tasks import resolve_tasks
+    from latent_santa.patches.limits import context_limit
 
     limit, renderer = context_limit(config), options.renderer(args, tokenizer)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from latent_santa.backends import BACKENDS
 from latent_santa.config import SantaConfig, choices
 from latent_santa.eval.errors import EvalError
 from latent_santa.methods import METHODS
@@ -83,14 +84,12 @@ def checked_config(device: str, **settings: Any) -> SantaConfig:
         config = SantaConfig(**settings)
     except ValueError as error:
         raise EvalError(str(error)) from error
-    if config.backend == "triton":
+    if config.backend != "auto":
         import torch
 
-        from latent_santa import kernels
-
-        reason = kernels.unavailable(torch.device(device))
+        reason = BACKENDS[config.backend]().unavailable(torch.device(device))
         if reason:
-            raise EvalError(f"--backend triton cannot run here: {reason}; use --backend torch")
+            raise EvalError(f"--backend {config.backend} cannot run here: {reason}; use --backend torch")
     return config
 
 

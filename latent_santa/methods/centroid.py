@@ -9,10 +9,8 @@ from torch import Tensor
 
 from ..parents import form_parents
 from ..rows import Rows
-from ..step import DecodeStep, Output, Sampling
 from ..teams import Teams, build_centroids
-from .base import Choose
-from .santapp import SantaPlusPlus, kmeans_fields
+from .santapp import SantaPlusPlus
 
 if TYPE_CHECKING:
     from ..config import SantaConfig
@@ -39,13 +37,6 @@ class Centroid(SantaPlusPlus):
     def teams_per_head(self, config: SantaConfig) -> int:
         """Clusters per head, floor(S / B)."""
         return config.budget // config.parent_size
-
-    def grouped_by(self, config: SantaConfig) -> tuple[str, ...]:
-        return ("parents", "parent_size", *kmeans_fields(config), "routing_dtype")
-
-    def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
-        sampling = Sampling(self.teams_per_head(config), config.estimator, config.noise)
-        return choose(step, sampling).sampled_attention(step, sampling)
 
     def build(
         self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig

@@ -61,7 +61,7 @@ class SantaPlusPlus(Method):
 
     def sampling(self, config: SantaConfig) -> Sampling:
         """How a step samples teams under these settings."""
-        k1 = config.parents_per_head if config.routing == "two_stage" else None
+        k1 = config.parents_per_head if self._in_two_stages(config) else None
         return Sampling(self.teams_per_head(config), config.estimator, config.noise, k1)
 
     def grouped_by(self, config: SantaConfig) -> tuple[str, ...]:
