@@ -250,6 +250,10 @@ class TeamLayer(DynamicLayer):
         self._set(to.keys, to.values)
         self._buffers, self.grouped, self.waiting, self.noise_key = to.buffers, to.grouped, to.waiting, None
 
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Hold these rows ``(B, heads, N, D)`` instead of the present ones; the teams stay."""
+        self._set(keys, values)
+
     def offload(self) -> None:
         raise NotImplementedError("latent_santa keeps a cache on its device: offloaded caches are not supported")
 

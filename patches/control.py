@@ -40,6 +40,7 @@ class ThreadState(threading.local):
         all_logits: whether the present call of the model asks for more logits than the last token's.
         replaying: whether the base model is called from within its own hook.
         preparing: whether a prefill is being made to be used several times, which leaves the replay for later.
+        heard: each layer's queries and scales of dense calls, call by call, while a recording listens; else None.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class ThreadState(threading.local):
         self.made: Counter[Kind] = Counter()
         self.prefill_target: int | None = None
         self.draft_prompt: int | None = None
+        self.heard: dict[int, list[tuple[Tensor, float]]] | None = None
         self.generating = self.all_logits = self.replaying = self.preparing = False
 
 
@@ -110,7 +112,7 @@ class Control:
         self._refuse(kwargs)
         cache = self._cache(kwargs)
         if cache is None:
-            self._begin(ModelCall(Kind.UNCACHED))
+            self.begin(ModelCall(Kind.UNCACHED))
             return (), kwargs
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if tokens is None:
@@ -122,7 +124,7 @@ class Control:
         if held and layers[0].grouped.hides(visible):
             for layer in layers:
                 layer.regroup()
-        self._key_sequences(layers, batch, held, tokens.device)
+        self.key_sequences(layers, batch, held, tokens.device)
         kind, prompt = classify(
             held,
             new,
@@ -138,7 +140,7 @@ class Control:
             step = torch.full((batch,), held + new, dtype=torch.int64, device=tokens.device)
         else:
             step = visible.sum(-1)
-        self._begin(ModelCall(kind, layers, visible, step))
+        self.begin(ModelCall(kind, layers, visible, step))
         self._warn_beyond_limit(held + new, step)
         if kind is Kind.DECODE:
             self._group(layers, visible)
@@ -158,7 +160,7 @@ class Control:
         self._group(call.layers, call.visible)
         for layer in call.layers:
             layer.hold_back_last()
-        self._begin(ModelCall(Kind.REPLAY, call.layers, call.visible, call.step))
+        self.begin(ModelCall(Kind.REPLAY, call.layers, call.visible, call.step))
         thread.replaying = True
         try:
             again = base(**last_token(kwargs))
@@ -237,13 +239,13 @@ class Control:
             )
         return layers
 
-    def _begin(self, call: ModelCall) -> None:
+    def begin(self, call: ModelCall) -> None:
         self.thread.call = call
         self.thread.made[call.kind] += 1
         with self._lock:
             self.calls.setdefault(self.config, Counter())[call.kind] += 1
 
-    def _key_sequences(self, layers: Sequence[TeamLayer], batch: int, held: int, device: torch.device) -> None:
+    def key_sequences(self, layers: Sequence[TeamLayer], batch: int, held: int, device: torch.device) -> None:
         """Key the noise of a cache's sequences when it is first filled."""
         if held and layers[0].noise_key is not None and layers[0].noise_key.shape[0] == batch:
             return

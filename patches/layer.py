@@ -58,6 +58,8 @@ class PatchedLayer:
                 return self._sampled(call, query, key, value, kwargs["scaling"]), None
         if call.kind.counted:
             self._count_dense(call, key, value)
+            if self.control.thread.heard is not None:
+                self.control.thread.heard.setdefault(self.layer, []).append((query, kwargs["scaling"]))
         return self._dense(query, key, value, mask, **kwargs)
 
     def _dense(

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .control import CACHE_NAMES, Control
 from .grouping import group_waiting
+from .recorded import Recorded
 
 
 class Prefilled:
@@ -156,6 +157,14 @@ class Prefilled:
         if copies > 1:
             cache.batch_repeat_interleave(copies)
         return self._model.generate(ids, attention_mask=mask, **{self._name: cache}, **kwargs)
+
+    def record(self, max_new_tokens: int) -> Recorded:
+        """Decode densely and greedily, and keep each call's queries and rows, for other settings to attend.
+
+        Raises:
+            ValueError: the prompt is a batch of several sequences.
+        """
+        return Recorded(self, self._control, max_new_tokens)
 
     def step(self, tokens: Tensor, cache: Any, rows: int) -> Tensor:
         """Logits ``(B, vocabulary)`` behind one more token per sequence; ``rows`` with it are real, padding aside."""
