@@ -32,27 +32,28 @@ def philox_words(key, i_team, counter, step, layer):
 
 
 @triton.jit
-def gumbel_tile(key, i_team, i_group, i_head, step, layer, HEADS: tl.constexpr, SHARED: tl.constexpr):
+def gumbel_tile(key, i_team, quad, i_head, step, layer, HEADS: tl.constexpr, SHARED: tl.constexpr):
     """Draws ``[T, HEADS]`` of teams ``[T]`` and heads ``i_head .. i_head + HEADS - 1``, ``i_head`` a multiple of 4.
 
-    One Philox call serves the four heads of a quad. SHARED gives every head the group's first draw.
+    ``quad`` is the counter of the group's first quad here; one Philox call serves the four heads of a quad. SHARED
+    gives every head the group's first draw.
     """
     T: tl.constexpr = i_team.shape[0]
     if SHARED:
-        first = tl.zeros((T, 1), tl.int32) + i_group * 65536
+        first = tl.zeros((T, 1), tl.int32) + quad
         w, _, _, _ = philox_words(key, i_team[:, None], first, step, layer)  # [T, 1]
         return gumbel(w) + tl.zeros((T, HEADS), tl.float32)
-    quad = i_group * 65536 + i_head // 4 + tl.arange(0, HEADS // 4)
-    w0, w1, w2, w3 = philox_words(key, i_team[:, None], quad[None, :], step, layer)  # [T, HEADS / 4] each
+    quads = quad + i_head // 4 + tl.arange(0, HEADS // 4)
+    w0, w1, w2, w3 = philox_words(key, i_team[:, None], quads[None, :], step, layer)  # [T, HEADS / 4] each
     w = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [T, HEADS / 4, 2, 2]
     return gumbel(tl.reshape(w, (T, HEADS)))
 
 
 @triton.jit
-def gumbel_head(key, i_team, i_group, i_head, step, layer, SHARED: tl.constexpr):
-    """Draws of one head for a tensor of teams of any shape."""
+def gumbel_head(key, i_team, quad, i_head, step, layer, SHARED: tl.constexpr):
+    """Draws of one head for a tensor of teams of any shape; ``quad`` as above."""
     if SHARED:
         i_head = i_head * 0
-    w0, w1, w2, w3 = philox_words(key, i_team, tl.zeros_like(i_team) + (i_group * 65536 + i_head // 4), step, layer)
+    w0, w1, w2, w3 = philox_words(key, i_team, tl.zeros_like(i_team) + (quad + i_head // 4), step, layer)
     place = i_head % 4
     return gumbel(tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3)))

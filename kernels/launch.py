@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latent_santa.integers import ceil_div
+from latent_santa.noise import GROUP_STRIDE
 from latent_santa.routing_keys import RoutingKeys
 from latent_santa.step import DecodeStep, Output, Sampling
 
@@ -92,6 +93,8 @@ class Launches:
             shared_memory=shared_memory(device),
         )
         self.everything = step.teams.M <= sampling.k
+        group, head = step.draw.first
+        self.quad = group * GROUP_STRIDE + (0 if sampling.shared else head // 4)
         self.plan, self.buffers = workspace.prepared(self.shapes, device)
         self.early = launches_early(device)
 
@@ -121,6 +124,7 @@ class Launches:
             flags=b.flags,
             scale=self.step.scale,
             layer=draw.layer,
+            quad=self.quad,
             query0_strides=self.query[0].stride()[:3],
             query1_strides=self.query[-1].stride()[:3],
             keys0_strides=first.codes.stride()[:3],
@@ -168,6 +172,7 @@ class Launches:
             tau=b.tau,
             kth=b.kth,
             layer=draw.layer,
+            quad=self.quad,
             K=self.sampling.k,
             MP=padded,
             G=s.groups,

@@ -89,10 +89,10 @@ def add_scores(
         return acc
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "quad"])
 def route_kernel(
     query0, query1, keys0, keys1, scales0, scales1, sizes, count, key, step, phi, noisy, tops, flags, scale, layer,
-    query0_strides, query1_strides, keys0_strides, keys1_strides, M, MP, G, H, WORDS, D0: tl.constexpr,
+    quad, query0_strides, query1_strides, keys0_strides, keys1_strides, M, MP, G, H, WORDS, D0: tl.constexpr,
     D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, LATENT: tl.constexpr,
     SPLIT: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PDL: tl.constexpr,
@@ -101,7 +101,8 @@ def route_kernel(
 
     Writes ``noisy (B G, H, MP)``, if PHI the same without noise to ``phi``, and ``tops (B G, H, MP / BLOCK)``; clears
     ``flags (B G, WORDS, MP)``. All in the blocks that hold a real team; nothing beyond them is read later. Strides are
-    (sequence, group, head) of a query and (sequence, group, team) of keys.
+    (sequence, group, head) of a query and (sequence, group, team) of keys. ``quad`` is the noise counter of the first
+    quad of heads of the first group.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -153,7 +154,7 @@ def route_kernel(
         b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]
         b_phi = tl.where((b_size > 0)[:, None], b_phi, float("-inf"))
         # line 8: Y_g = phi_g + G_g
-        b_noisy = b_phi + gumbel_tile(seed, i_team, i_g, first_head, now, layer, HB, SHARED)  # [T, HB]
+        b_noisy = b_phi + gumbel_tile(seed, i_team, quad + i_g * 65536, first_head, now, layer, HB, SHARED)  # [T, HB]
         i_bgh = i_bg.to(tl.int64) * H + i_head  # [HB]
         m_head = (i_head < H)[None, :]
         tl.store(noisy + i_bgh[None, :] * MP + i_team[:, None], b_noisy, mask=m_head)

@@ -97,9 +97,9 @@ def mark(p_flags, p_corrections, i_team, i_h, H, MP, b_log_c, m_team):
     tl.store(p_corrections + i_team * H, b_log_c, mask=m_team)
 
 
-@triton.jit(do_not_specialize=["layer", "K"])
+@triton.jit(do_not_specialize=["layer", "quad", "K"])
 def select_kernel(
-    tops, noisy, flags, corrections, count, key, step, blocks, found, tau, kth, layer, K, MP, G, H, WORDS,
+    tops, noisy, flags, corrections, count, key, step, blocks, found, tau, kth, layer, quad, K, MP, G, H, WORDS,
     BLOCK: tl.constexpr, NT: tl.constexpr, COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr,
     SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +164,7 @@ def select_kernel(
             # equal scores on both sides of the threshold: the lower teams win, as many as there is room for
             m_picked = m_slot & first_reaching(b_noisy, b_kth, K)
         # line 11: log c_g from phi_g - tau
-        b_phi = b_noisy - gumbel_head(seed, i_team, i_g, i_h, now, layer, SHARED)  # [ROOM]
+        b_phi = b_noisy - gumbel_head(seed, i_team, quad + i_g * 65536, i_h, now, layer, SHARED)  # [ROOM]
         mark(p_flags, p_corrections, i_team, i_h, H, MP, log_inclusion(b_phi - b_tau), m_picked)
         tl.store(tau + i_bgh, b_tau)
         tl.store(kth + i_bgh, b_kth)

@@ -39,7 +39,17 @@ class Ahead:
         """Whether the layer's draws for ``count`` teams or parents are among those made here."""
         return self._needs[layer].count(of) >= count
 
-    def gumbels(self, of: int, key: Tensor, step: Tensor, layer: int, groups: int, heads: int, shared: bool) -> Tensor:
+    def gumbels(
+        self,
+        of: int,
+        key: Tensor,
+        step: Tensor,
+        layer: int,
+        groups: int,
+        heads: int,
+        shared: bool,
+        first: tuple[int, int],
+    ) -> Tensor:
         """One layer's draws, ``(B, G, H, at least M or C)`` float32; see :func:`~latent_santa.noise.gumbel_noise`."""
         made = self._made[of]
         if layer not in made:
@@ -52,7 +62,7 @@ class Ahead:
                     break
                 stop += 1
             layers = torch.arange(layer, stop, device=key.device)
-            draws = gumbel_noise(key, step, layers + of, groups, heads, most, shared)
+            draws = gumbel_noise(key, step, layers + of, groups, heads, most, shared, first)
             made.clear()
             made.update(zip(range(layer, stop), draws, strict=True))
         return made.pop(layer)

@@ -85,7 +85,14 @@ def noise_keys(seed: int, sequence_keys: Sequence[int], device: torch.device | s
 
 
 def gumbel_noise(
-    key: Tensor, step: Tensor, layer: int | Tensor, groups: int, heads: int, teams: int | Tensor, shared: bool
+    key: Tensor,
+    step: Tensor,
+    layer: int | Tensor,
+    groups: int,
+    heads: int,
+    teams: int | Tensor,
+    shared: bool,
+    first: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Gumbel noise of one layer's decoding step, or of several layers' at one step.
 
@@ -97,21 +104,30 @@ def gumbel_noise(
         heads: H query heads per group, below 4 * 65536.
         teams: M, the team index is the counter's first word; or ``(B, G, M)`` int64, the indices themselves.
         shared: every head of a group takes the draw of its first head.
+        first: numbers in the whole model of the first group here and of the first head here of each group. They are
+            other than 0 where the heads of a layer are spread over processes.
 
     Returns:
         ``(B, G, H, M)`` float32, or ``(L, B, G, H, M)``; a stride-0 view over H when shared.
     """
-    return _noise(gumbel, key, step, layer, groups, heads, teams, shared)
+    return _noise(gumbel, key, step, layer, groups, heads, teams, shared, first)
 
 
 def uniform_noise(
-    key: Tensor, step: Tensor, layer: int | Tensor, groups: int, heads: int, draws: int, shared: bool
+    key: Tensor,
+    step: Tensor,
+    layer: int | Tensor,
+    groups: int,
+    heads: int,
+    draws: int,
+    shared: bool,
+    first: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """SANTA's draws in (0, 1), float64 ``(B, G, H, draws)``; arguments as in :func:`gumbel_noise`.
 
     One by one they are :func:`latent_santa.naive_noise.uniform64`.
     """
-    return _noise(lambda word: (word.double() + 0.5) * 2.0**-32, key, step, layer, groups, heads, draws, shared)
+    return _noise(lambda word: (word.double() + 0.5) * 2.0**-32, key, step, layer, groups, heads, draws, shared, first)
 
 
 def _noise(
@@ -123,18 +139,22 @@ def _noise(
     heads: int,
     teams: int | Tensor,
     shared: bool,
+    first: tuple[int, int],
 ) -> Tensor:
     """The counters' words, ``turned`` into draws."""
     device = key.device
-    quads = 1 if shared else ceil_div(heads, 4)
+    first_group, first_head = first
+    first_quad, last_quad = (0, 1) if shared else (first_head // 4, ceil_div(first_head + heads, 4))
     c0 = teams[:, :, None] if isinstance(teams, Tensor) else torch.arange(teams, device=device)
-    c1 = torch.arange(groups, device=device)[:, None] * GROUP_STRIDE + torch.arange(quads, device=device)
+    group = torch.arange(first_group, first_group + groups, device=device)
+    c1 = group[:, None] * GROUP_STRIDE + torch.arange(first_quad, last_quad, device=device)
     c3 = torch.as_tensor(layer, device=device)
     words = philox(
         c0, c1[..., None], step[:, None, None, None], c3.view(*c3.shape, 1, 1, 1, 1), key[:, None, None, None, :]
     )
     if shared:
         return turned(words[0]).expand(*(-1,) * (words[0].dim() - 2), heads, -1)
-    word = torch.stack(words, dim=-2).flatten(-3, -2)[..., :heads, :]
+    place = first_head - 4 * first_quad
+    word = torch.stack(words, dim=-2).flatten(-3, -2)[..., place : place + heads, :]
     del words
     return turned(word)

@@ -25,12 +25,14 @@ class Draw:
         step: ``(B,)`` int64, rows that each sequence sees at this step.
         layer: layer index.
         ahead: makes the draws of several layers at once, where the caller can tell what they need.
+        first: numbers in the whole model of the first group and of the first head of a group that this process has.
     """
 
     key: Tensor
     step: Tensor
     layer: int
     ahead: Ahead | None = None
+    first: tuple[int, int] = (0, 0)
 
     def gumbels(self, groups: int, heads: int, teams: int, shared: bool) -> Tensor:
         """The step's Gumbel noise, ``(B, G, H, M)`` float32."""
@@ -44,7 +46,7 @@ class Draw:
         batch, groups, listed = index.shape
         place = index.clamp_min(0)
         if 2 * listed < teams and batch * groups * (1 if shared else heads) * teams > MANY_DRAWS:
-            return gumbel_noise(self.key, self.step, self.layer, groups, heads, place, shared)
+            return gumbel_noise(self.key, self.step, self.layer, groups, heads, place, shared, self.first)
         drawn = self.gumbels(groups, heads, teams, shared)
         return drawn.gather(3, place[:, :, None].expand(-1, -1, heads, -1))
 
@@ -54,8 +56,9 @@ class Draw:
 
     def _drawn(self, of: int, groups: int, heads: int, count: int, shared: bool) -> Tensor:
         if self.ahead is not None and self.ahead.serves(of, self.layer, count):
-            return self.ahead.gumbels(of, self.key, self.step, self.layer, groups, heads, shared)[..., :count]
-        return gumbel_noise(self.key, self.step, self.layer + of, groups, heads, count, shared)
+            keyed = (self.key, self.step, self.layer)
+            return self.ahead.gumbels(of, *keyed, groups, heads, shared, self.first)[..., :count]
+        return gumbel_noise(self.key, self.step, self.layer + of, groups, heads, count, shared, self.first)
 
 
 @dataclass(frozen=True)

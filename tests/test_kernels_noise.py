@@ -56,10 +56,10 @@ def tile_kernel(key, step, out, group, head, layer, T: tl.constexpr, HEADS: tl.c
     team = tl.arange(0, T)
     seed = draws.sequence_key(key, 0)
     now = tl.load(step)
-    tile = draws.gumbel_tile(seed, team, group, head, now, layer, HEADS, SHARED)
+    tile = draws.gumbel_tile(seed, team, group * 65536, head, now, layer, HEADS, SHARED)
     tl.store(out + tl.arange(0, HEADS)[None, :] * T + team[:, None], tile)
     for h in range(HEADS):
-        one = draws.gumbel_head(seed, team, group, head + h, now, layer, SHARED)
+        one = draws.gumbel_head(seed, team, group * 65536, head + h, now, layer, SHARED)
         tl.store(out + (HEADS + h) * T + team, one)
 
 

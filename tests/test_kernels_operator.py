@@ -49,6 +49,15 @@ def test_gqa(estimator: str, noise: str) -> None:
     check(step, 2, estimator, noise)
 
 
+@pytest.mark.parametrize("noise", ["independent", "shared"])
+def test_heads_and_groups_are_numbered_in_the_whole_model(noise: str) -> None:
+    step = make_step("gqa", heads=3, groups=2, lengths=(50,), dims=(24,), dtype=torch.float16)
+    spread = replace(step, draw=replace(step.draw, first=(2, 4)))
+    check(spread, 2, "per_head", noise)
+    moved, here = (kernels(each, 2, Workspace(SMALL), noise=noise).out for each in (spread, step))
+    assert not torch.allclose(moved, here)  # the numbers are read
+
+
 def test_float32_rows_and_one_head() -> None:
     check(make_step(heads=1, lengths=(40,), dims=(20, 8)), 4)
 
@@ -164,8 +173,8 @@ def test_crowds_at_the_maximum_stay_within_the_scratch(places: Sequence[int], sc
     select_kernel[(1, 1)](
         tops=scores.view(16, 8).amax(1), noisy=scores, flags=flags, corrections=corrections,
         count=torch.tensor([128], dtype=torch.int32), key=noise_keys(1, [0], "cpu"), step=torch.tensor([9]),
-        blocks=blocks, found=found, tau=threshold[:1], kth=threshold[1:], layer=2, K=3, MP=128, G=1, H=1, WORDS=1,
-        BLOCK=8, NT=16, COARSE=0, NB=8, ROOM=8, SHARED=False, PDL=False,
+        blocks=blocks, found=found, tau=threshold[:1], kth=threshold[1:], layer=2, quad=0, K=3, MP=128, G=1, H=1,
+        WORDS=1, BLOCK=8, NT=16, COARSE=0, NB=8, ROOM=8, SHARED=False, PDL=False,
     )  # fmt: skip
     assert bool((blocks[8:] == -7).all()) and bool((found[8:] == -7).all())
     assert flags[0].nonzero()[:, 0].tolist() == want
@@ -185,8 +194,8 @@ def test_equal_scores_select_the_lower_teams_and_exactly_k(coarse: int) -> None:
         tops=torch.full((16,), 5000.0), noisy=torch.full((128,), 5000.0), flags=flags, corrections=corrections,
         count=torch.tensor([teams], dtype=torch.int32), key=key, step=step,
         blocks=torch.full((8,), 10**6, dtype=torch.int32), found=torch.full((16,), 10**12, dtype=torch.int64), tau=tau,
-        kth=kth, layer=2, K=k, MP=128, G=1, H=1, WORDS=1, BLOCK=8, NT=16, COARSE=coarse, NB=8, ROOM=16, SHARED=False,
-        PDL=False,
+        kth=kth, layer=2, quad=0, K=k, MP=128, G=1, H=1, WORDS=1, BLOCK=8, NT=16, COARSE=coarse, NB=8, ROOM=16,
+        SHARED=False, PDL=False,
     )  # fmt: skip
     assert flags[0].nonzero()[:, 0].tolist() == [0, 1, 2] and tau.item() == kth.item() == 5000
     want = log_inclusion(phi[0, :k] - 5000)
@@ -348,6 +357,7 @@ def test_refusals_say_what_and_why() -> None:
     short = Rows((step.rows.keys[0][:, :, :10],), step.rows.values[:, :, :10])
     assert "cache holds 10" in reason(replace(step, rows=short))
     assert "no teams" in reason(replace(step, teams=None))
+    assert "start with number 2" in reason(replace(step, draw=replace(step.draw, first=(0, 2))))
     pair = make_step(heads=2, lengths=(20,), dims=(48, 16), dtype=torch.float16)
     assert pair.teams is not None
     latents, rotary = pair.teams.routing_keys

@@ -101,6 +101,17 @@ def test_several_layers_at_once(shared):
         assert part.equal(noise.gumbel_noise(key, step, layer, 2, 6, 30, shared))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_heads_and_groups_that_are_spread_over_processes_draw_what_one_process_draws(shared):
+    """Whatever the first head's place in its quad is."""
+    key, step = noise.noise_keys(3, [1, 2], "cpu"), tensor([50, 8])
+    for draws in (noise.gumbel_noise, noise.uniform_noise):
+        whole = draws(key, step, 5, 4, 11, 20, shared)
+        for group, head in ((0, 3), (2, 4), (1, 9), (3, 0)):
+            part = draws(key, step, 5, 4 - group, 11 - head, 20, shared, (group, head))
+            assert part.equal(whole[:, group:, head:])
+
+
 def test_each_coordinate_moves_every_draw():
     """Team, head, group, step, layer and sequence each lead to another word, so no two draws are tied together."""
     key, step = noise.noise_keys(0, [0, 1], "cpu"), tensor([8, 8])

@@ -31,7 +31,8 @@ class Santa(Method):
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         count = 1 if config.draws == "systematic" else config.budget
         keyed = (step.draw.key, step.draw.step, step.draw.layer)
-        uniforms = uniform_noise(*keyed, step.groups, step.heads, count, config.noise == "shared")
+        shared = config.noise == "shared"
+        uniforms = uniform_noise(*keyed, step.groups, step.heads, count, shared, step.draw.first)
         if config.draws == "systematic":
             strata = torch.arange(config.budget, dtype=torch.float64, device=uniforms.device)
             uniforms = (strata + uniforms) / config.budget
