@@ -1,5 +1,6 @@
 """The compared methods of attention, one file each. A new method is its file and a line here."""
 
+from .absorbed import AbsorbedDense
 from .base import Method
 from .centroid import Centroid
 from .dense import Dense
@@ -28,6 +29,7 @@ METHODS: dict[str, Method] = {
         Quest(),
         PageMean(),
         StreamingLLM(),
+        AbsorbedDense(),
         Dense(),
     )
 }
