@@ -24,6 +24,7 @@ class AbsorbedDense(Method):
     name = "absorbed_dense"
     about = "exact attention over every row, straight from the cache: the fast dense baseline"
     settings = ("first_token",)
+    fixed_shapes = True  # of a step on reserved rows; operators are chosen before a capture
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         out, lse = attend_all(step)
