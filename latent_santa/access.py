@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
@@ -24,13 +25,13 @@ class Unit:
 
     GQA reads a key and a value per attended row and a key per representative (Equation 13). In MLA one row is one unit
     in either pass (Equation 14). The bytes are those of one such row in memory; routing keys may be held in fewer bits
-    than the cache.
+    than the cache. A method that reads a part of a key, or bits in its place, counts it as an exact fraction.
     """
 
-    routing: int
+    routing: int | Fraction
     row: int
     dense: int
-    routing_bytes: int = 0
+    routing_bytes: int | Fraction = 0
     row_bytes: int = 0
     dense_bytes: int = 0
 
@@ -46,8 +47,14 @@ def attended_unit(rows: Rows, teams: Teams | None) -> Unit:
     """Costs where representatives are scored and the rows of selected teams attended."""
     key, value = _row_bytes(rows)
     routing = 0 if teams is None else sum(part.bytes() for part in teams.routing_keys) // teams.sizes.numel()
-    both = {"row_bytes": key + value, "dense_bytes": key + value}
-    return replace(GQA_UNIT if value else MLA_UNIT, routing_bytes=routing, **both)
+    unit = replace(GQA_UNIT if value else MLA_UNIT, row_bytes=key + value, dense_bytes=key + value)
+    return replace(unit, routing_bytes=routing)
+
+
+def partial_unit(rows: Rows, routing_bytes: Fraction) -> Unit:
+    """Costs where choosing reads ``routing_bytes`` instead of a key: as a vector, their share of a key's bytes."""
+    key, _ = _row_bytes(rows)
+    return replace(attended_unit(rows, None), routing=routing_bytes / key, routing_bytes=routing_bytes)
 
 
 def scanned_unit(rows: Rows) -> Unit:
@@ -69,13 +76,14 @@ class AccessLedger:
 
     One call c of one layer records ``(B, G)`` counts, in the paper's symbols:
 
-    - ``routing``, m_c: vectors scored to choose teams;
+    - ``routing``, m_c: vectors scored to choose teams, or what else the method's :class:`Unit` prices as routing;
     - ``union``, u_c: prompt rows of the selected teams, counted once per sharing group;
     - ``suffix``, e_c: rows attended exactly;
     - ``dense``, N_c: rows that dense attention would read.
 
     Equation 13 (GQA) is sum(m + 2 (u + e)) / sum(2 N), Equation 14 (MLA) sum(m + u + e) / sum(N). Prefill and team
-    construction are not counted (Appendix C.1).
+    construction are not counted (Appendix C.1). The bound, sum(u + e) / sum(N) in both layouts, is what a method would
+    read that knew which rows to attend; where a scan read their keys already, it is not the access without routing.
     """
 
     def __init__(self) -> None:
@@ -118,21 +126,30 @@ class AccessLedger:
             for number, entry in enumerate(stored, first):
                 yield layer, number, unit, entry
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, Any]:
         """Summed counts: ``calls``, the four row counts, the equation's parts in its own units (``routing_read``,
-        ``row_read``, ``numerator`` and ``denominator``), and beside them ``bytes`` and ``dense_bytes``."""
+        ``row_read``, ``numerator``, ``bound`` and ``denominator``), and beside them ``bytes`` and ``dense_bytes``.
+        Whole numbers are ints; sums of fractions are rounded to a float once, at the end."""
+        return _plain(self._total())
+
+    def _total(self) -> _Total:
         return _sum((unit, entry) for _, _, unit, entry in self._entries())
 
     @property
     def percent(self) -> float:
         """Equation 14 (MLA) or 13 (GQA): reads including routing, in percent of dense reads, pooled over everything
         recorded by summing numerators and denominators; NaN before the first decoding call."""
-        return _percent(self.totals(), "numerator")
+        return _percent(self._total(), "numerator")
 
     @property
     def percent_without_routing(self) -> float:
         """The same without the routing term."""
-        return _percent(self.totals(), "row_read")
+        return _percent(self._total(), "row_read")
+
+    @property
+    def percent_bound(self) -> float:
+        """The bound: attended rows in percent of dense rows, whatever it took to choose them."""
+        return _percent(self._total(), "bound")
 
     def per_layer(self) -> list[dict[str, Any]]:
         """Totals and percentages of each layer, in layer order."""
@@ -154,9 +171,9 @@ class AccessLedger:
         Raises:
             ValueError: the recorded calls had different batch sizes.
         """
-        return [{"sequence": b, **_with_percent(total)} for b, total in enumerate(self.sequence_totals())]
+        return [{"sequence": b, **_with_percent(total)} for b, total in enumerate(self._sequence_totals(None))]
 
-    def sequence_totals(self, calls: Sequence[int] | None = None) -> list[dict[str, int]]:
+    def sequence_totals(self, calls: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """:meth:`totals` of each sequence of the batch.
 
         Args:
@@ -166,6 +183,9 @@ class AccessLedger:
         Raises:
             ValueError: the recorded calls had different batch sizes, or another one than ``calls`` has entries.
         """
+        return list(map(_plain, self._sequence_totals(calls)))
+
+    def _sequence_totals(self, calls: Sequence[int] | None) -> list[_Total]:
         stretches = list(self._stretches())
         sizes = sorted({stored.shape[2] for *_, stored in stretches})
         if len(sizes) > 1:
@@ -187,18 +207,21 @@ class AccessLedger:
     def as_dict(self) -> dict[str, Any]:
         """Everything above as plain numbers, ready for JSON."""
         return {
-            "totals": _with_percent(self.totals()),
+            "totals": _with_percent(self._total()),
             "per_layer": self.per_layer(),
             "per_step": self.per_step(),
         }
 
 
-def _nothing() -> dict[str, int]:
-    total = dict.fromkeys(("calls", *FIELDS, "routing_read", "row_read", "numerator", "denominator"), 0)
-    return total | {"bytes": 0, "dense_bytes": 0}
+_Total = dict[str, int | Fraction]
 
 
-def _add(total: dict[str, int], unit: Unit, calls: int, rows: Sequence[int]) -> None:
+def _nothing() -> _Total:
+    names = ("calls", *FIELDS, "routing_read", "row_read", "numerator", "bound", "denominator", "bytes", "dense_bytes")
+    return dict.fromkeys(names, 0)
+
+
+def _add(total: _Total, unit: Unit, calls: int, rows: Sequence[int]) -> None:
     """Add ``calls`` calls whose summed row counts, in the order of ``FIELDS``, are ``rows``."""
     routing, union, suffix, dense = rows
     total["calls"] += calls
@@ -206,30 +229,31 @@ def _add(total: dict[str, int], unit: Unit, calls: int, rows: Sequence[int]) -> 
         total[name] += count
     total["routing_read"] += unit.routing * routing
     total["row_read"] += unit.row * (union + suffix)
+    total["bound"] += unit.dense * (union + suffix)
     total["denominator"] += unit.dense * dense
     total["bytes"] += unit.routing_bytes * routing + unit.row_bytes * (union + suffix)
     total["dense_bytes"] += unit.dense_bytes * dense
     total["numerator"] = total["routing_read"] + total["row_read"]
 
 
-def _sum(entries: Any) -> dict[str, int]:
+def _sum(entries: Any) -> _Total:
     total = _nothing()
     for unit, entry in entries:
         _add(total, unit, 1, entry.flatten(1).sum(1).tolist())
     return total
 
 
-def _percent(total: dict[str, int], part: str) -> float:
-    return 100 * total[part] / total["denominator"] if total["denominator"] else float("nan")
+def _plain(total: _Total) -> dict[str, Any]:
+    return {name: int(value) if value == int(value) else float(value) for name, value in total.items()}
 
 
-def _with_percent(total: dict[str, int]) -> dict[str, Any]:
+def _percent(total: _Total, part: str) -> float:
+    return float(100 * total[part] / total["denominator"]) if total["denominator"] else float("nan")
+
+
+def _with_percent(total: _Total) -> dict[str, Any]:
     # JSON has no NaN: an empty ledger has no percentage
-    if not total["denominator"]:
-        return {**total, "percent": None, "percent_without_routing": None, "bytes_percent": None}
-    return {
-        **total,
-        "percent": _percent(total, "numerator"),
-        "percent_without_routing": _percent(total, "row_read"),
-        "bytes_percent": 100 * total["bytes"] / total["dense_bytes"] if total["dense_bytes"] else None,
-    }
+    shares = {"percent": "numerator", "percent_without_routing": "row_read", "percent_bound": "bound"}
+    percents = {name: _percent(total, part) if total["denominator"] else None for name, part in shares.items()}
+    bytes_percent = float(100 * total["bytes"] / total["dense_bytes"]) if total["dense_bytes"] else None
+    return {**_plain(total), **percents, "bytes_percent": bytes_percent}

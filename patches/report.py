@@ -42,11 +42,14 @@ def report(handle: SantaHandle, control: Control) -> str:
         pad_edge=False,
         title=f"rows read by decoding calls ({equation}); logical access, not time",
     )
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
     summary = handle.access.as_dict()
+    # a scan that read the keys of attended rows: what it would cost to know them without the scan
+    bounds = summary["totals"]["bound"] != summary["totals"]["row_read"]
+    for column in (*COLUMNS, *(["bound"] if bounds else [])):
+        table.add_column(column, justify="right")
     for entry in (*summary["per_layer"], {"layer": "all", **summary["totals"]}):
-        percents = (entry["percent"], entry["percent_without_routing"], entry["bytes_percent"])
+        percents = [entry["percent"], entry["percent_without_routing"], entry["bytes_percent"]]
+        percents += [entry["percent_bound"]] if bounds else []
         table.add_row(
             *(str(entry[name]) for name in COLUMNS[:6]),
             *("-" if value is None else f"{value:.2f}" for value in percents),

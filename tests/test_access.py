@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 
 from latent_santa import AccessLedger, access
 from latent_santa import naive as ref
-from latent_santa.access import GQA_SCAN_UNIT, GQA_UNIT, MLA_UNIT, PACK
+from latent_santa.access import GQA_SCAN_UNIT, GQA_UNIT, MLA_SCAN_UNIT, MLA_UNIT, PACK, partial_unit
 
 from .cases import make_case
 
@@ -169,6 +170,44 @@ def test_equation_13_by_hand():
     assert ledger.percent == pytest.approx(100 * (49 + 28) / 160)
     assert [row["calls"] for row in ledger.per_step()] == [1, 1]
     assert [row["calls"] for row in ledger.per_layer()] == [2]
+
+
+def test_the_bound_leaves_out_what_a_scan_read():
+    """u + e of N in both layouts; without a scan it is the access without routing."""
+    for unit, without in ((GQA_SCAN_UNIT, 100 * 9 / 80), (MLA_SCAN_UNIT, 0), (GQA_UNIT, 100 * 9 / 40)):
+        ledger = AccessLedger()
+        assert math.isnan(ledger.percent_bound) and ledger.as_dict()["totals"]["percent_bound"] is None
+        ledger.record(0, unit, *counts([[40]], [[7]], [[2]], [[40]]))
+        assert ledger.percent_bound == ledger.per_layer()[0]["percent_bound"] == 100 * 9 / 40
+        assert ledger.percent_without_routing == without
+        assert ledger.totals()["bound"] == 9 * unit.dense
+
+
+def test_fractions_are_exact():
+    """A third of a vector, three thousand times, is a thousand vectors; no sum of floats would say so."""
+    third = replace(MLA_UNIT, routing=Fraction(1, 3), routing_bytes=Fraction(1, 8), row_bytes=4, dense_bytes=4)
+    ledger = AccessLedger()
+    for _ in range(3000):
+        ledger.record(0, third, *counts([[1]], [[0]], [[0]], [[7]]))
+    totals = ledger.totals()
+    assert totals["routing_read"] == totals["numerator"] == 1000 and type(totals["numerator"]) is int
+    assert totals["bytes"] == 375 and totals["dense_bytes"] == 4 * 21000
+    assert ledger.percent == 100 * 1000 / 21000
+    ledger.record(0, third, *counts([[1]], [[0]], [[0]], [[7]]))
+    data = ledger.as_dict()
+    assert data["totals"]["numerator"] == 1000 + 1 / 3 and json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["totals"]["percent"] == ledger.per_sequence()[0]["percent"] == float(Fraction(100 * 3001, 3 * 21007))
+    assert ledger.sequence_totals([2])[0]["routing_read"] == 2 / 3
+
+
+def test_partial_units():
+    """What is read to choose, as a share of a key's bytes: 3 of 8 numbers in MLA, 3 of 6 in GQA, bits of a key."""
+    for layout, key, row in (("mla", 32, 32), ("gqa", 24, 40)):
+        rows = make_case(layout).rows
+        unit = partial_unit(rows, Fraction(12))
+        assert unit.routing == Fraction(12, key) and unit.routing_bytes == 12
+        assert (unit.row_bytes, unit.dense_bytes) == (row, row)
+        assert partial_unit(rows, Fraction(5, 8)).routing == Fraction(5, 8 * key)
 
 
 def test_empty_and_reset():

@@ -181,6 +181,8 @@ def test_the_ledger_is_in_the_units_of_equations_13_and_14(model, method):
         if method in SCANS:
             unit = MLA_SCAN_UNIT if mla else GQA_SCAN_UNIT
             assert totals["routing"] == totals["dense"]
+            assert santa.access.percent_bound == 100 * attended / totals["dense"] < 100
+            assert f"{santa.access.percent_bound:.2f}" in santa.report() and "bound" in santa.report()
             assert santa.access.percent == (100 if mla else pytest.approx(50 + 50 * attended / totals["dense"]))
         else:
             unit = MLA_UNIT if mla else GQA_UNIT
@@ -189,6 +191,7 @@ def test_the_ledger_is_in_the_units_of_equations_13_and_14(model, method):
             assert totals["routing"] == calls * groups * scored
             key, row = (96, 96) if mla else (32, 64)
             assert totals["bytes"] == totals["routing"] * key + attended * row
+            assert santa.access.percent_bound == santa.access.percent_without_routing and "bound" not in santa.report()
             parts = totals["routing"] + attended if mla else totals["routing"] + 2 * attended
             assert santa.access.percent == pytest.approx(100 * parts / totals["dense"] / (1 if mla else 2))
         assert totals["row_read"] == unit.row * attended and totals["denominator"] == unit.dense * totals["dense"]

@@ -84,9 +84,9 @@ def test_scores_retained_differences_and_pooled_access(tmp_path):
 def test_access_is_pooled_and_not_averaged():
     results = [{"access": {"numerator": 10, "row_read": 5, "denominator": 10}}]
     results.append({"access": {"numerator": 30, "row_read": 30, "denominator": 90}})
-    assert pooled_access(results, dense=False) == (40.0, 35.0)
-    assert pooled_access([{"access": {}}], dense=True) == (100.0, 100.0)
-    assert pooled_access([{"access": {}}], dense=False) == (None, None)
+    assert [pooled_access(results, False, part) for part in ("numerator", "row_read", "bound")] == [40.0, 35.0, None]
+    assert pooled_access([{"access": {}}], dense=True) == 100.0
+    assert pooled_access([{"access": {}}], dense=False) is None
 
 
 def test_missing_and_failed_prompts_leave_no_mean(tmp_path):

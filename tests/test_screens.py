@@ -19,9 +19,10 @@ from latent_santa.eval.run.store import Store
 LONGEST = "SANTA++ contiguous 128/16 per head"
 
 
-def setting(name, budget, kept, read, score, half=10.25, difference=None):
+def setting(name, budget, kept, read, score, half=10.25, difference=None, bound=9.25):
     """One entry of a summary's conditions, as far as screens read it."""
-    cell = {"retained": kept, "access": read, "score": None, "difference": None}
+    cell = {"retained": kept, "access": read, "access_without_routing": 9.25, "bound": bound, "score": None,
+            "difference": None, "paper": None}  # fmt: skip
     if score is not None:
         cell["score"] = {"value": score, "half": half, "low": score - half, "high": score + half}
         if name != "dense (SDPA)":
@@ -56,6 +57,22 @@ def test_no_number_of_a_run_is_cut_at_80_columns():
     assert not any("±" in line for line in alone)
 
 
+def test_a_run_with_an_oracle_shows_bounds():
+    """The scan of an oracle reads keys that it also attends, so that its bound is a number of its own."""
+    plain = setting("b", 8, 96.0, 20.0, 76.0)
+    with_oracle = summary(plain, setting("oracle_rows", 8, 97.0, 100.0, 77.0, bound=13.5))
+    assert tables.header(summary(plain)) == [*tables.READS, *tables.SCORES]
+    assert "bound" not in " ".join(printed(screen.table(summary(plain))))
+    lines = printed(screen.table(with_oracle))
+    assert any("bound" in line for line in lines)
+    assert any("100.0 %  13.5 %  77.0" in line for line in lines) and any(
+        "20.0 %   9.2 %  76.0" in line for line in lines
+    )
+    assert tables.header(with_oracle) == [*tables.READS, "bound (%)", *tables.SCORES]
+    (cells,) = [tables.cells(with_oracle, e, "mean") for e in with_oracle["conditions"] if e["name"] == "oracle_rows"]
+    assert cells[:5] == ["oracle_rows", "8", "100.00", "9.25", "13.50"] and len(cells) == 8
+
+
 def test_the_sentence_names_the_fewest_rows_that_keep_the_score():
     settings = (
         setting("a", 512, 101.0, 80.0, 80.8),
@@ -86,6 +103,7 @@ def test_the_sentence_names_the_fewest_rows_that_keep_the_score():
 def outcome(name, budget, answer, tokens, percent, **changed) -> Outcome:
     rows = {"percent": percent, "denominator": 1000, "bytes_percent": percent}
     rows |= {"numerator": 10 * percent, "routing_read": 250, "row_read": 10 * percent - 250}
+    rows["bound"] = rows["row_read"]
     values = {"teams_per_head": 1024, "agreement": 100.0, "error": 0.0312, "full": False, "seconds": 1.0}
     values |= {"peak_bytes": None, **changed}
     return Outcome(name=name, budget=budget, answer=answer, tokens=tokens, rows=rows, **values)
@@ -112,6 +130,11 @@ def test_no_number_of_a_comparison_is_cut_at_80_columns():
     assert "…" not in text and "routing" not in text
     wide = printed(outcomes.table((DENSE, *SAMPLED), wanted, 140), 140)
     assert any("87.5 25.0 62.5 87.5" in " ".join(line.split()) for line in wide)
+    oracle = outcome("oracle_rows", 8, "12", [1], 100.0)
+    oracle.rows["bound"] = 137
+    for width, numbers in ((80, "8 1024 1/2 100.0 13.7 100.0"), (140, "8 1024 1/2 100.0 25.0 75.0 13.7 100.0")):
+        lines = printed(outcomes.table((DENSE, *SAMPLED, oracle), wanted, width), width)
+        assert any(numbers in " ".join(line.split()) for line in lines)
 
 
 def test_a_comparison_says_what_reads_least_and_shows_every_answer():

@@ -8,16 +8,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from latent_santa.eval.report.tables import plain_table
+from latent_santa.eval.report.tables import BOUND, plain_table
 from latent_santa.eval.run.comparison import Outcome
 
 WIDE = 110  # columns from which routing, attention and speed are shown too
-PARTS = {"rows": "numerator", "routing": "routing_read", "union+\nsuffix": "row_read"}
+PARTS = {"rows": "numerator", "routing": "routing_read", "union+\nsuffix": "row_read", "bound": "bound"}
 
 
 def label(outcome: Outcome) -> str:
     """The setting with its budget."""
     return outcome.name if outcome.budget is None else f"{outcome.name} S={outcome.budget}"
+
+
+def has_bounds(outcomes: Sequence[Outcome]) -> bool:
+    """Whether any setting read keys in a scan that it also attended."""
+    return any(outcome.rows["bound"] != outcome.rows["row_read"] for outcome in outcomes)
 
 
 def found(outcome: Outcome, references: Sequence[str]) -> int:
@@ -27,8 +32,8 @@ def found(outcome: Outcome, references: Sequence[str]) -> int:
 
 def table(outcomes: Sequence[Outcome], references: Sequence[str], width: int) -> Table:
     """What every setting read and reproduced. No number is cut at 80 columns; only the setting's name is folded."""
-    wide = width >= WIDE
-    parts = list(PARTS)[: len(PARTS) if wide else 1]
+    wide, bounds = width >= WIDE, has_bounds(outcomes)
+    parts = [part for part in PARTS if part == "rows" or (bounds if part == "bound" else wide)]
     reads = [f"{part}\n%" for part in parts]
     planted = ("found",) if references else ()
     header = (
@@ -113,3 +118,5 @@ def show(
             "of attention on the same cache. Rows and bytes are logical access, not time."
         )
     )
+    if has_bounds(outcomes):
+        console.print(Text(BOUND))

@@ -29,12 +29,10 @@ def page(store: Store, summary: dict[str, Any], picture: bytes | None) -> str:
     if picture is not None:
         encoded = base64.b64encode(picture).decode()
         parts.append(f'<p><img alt="accuracy against rows read" src="data:image/png;base64,{encoded}"></p>')
-    paper = tables.has_paper_values(summary)
-    header = [*tables.COLUMNS, *(tables.PAPER_COLUMNS if paper else ())]
     for column in tables.columns_of(summary):
         parts.append(f"<h2>{escape(tables.title(summary, column))}</h2>")
         parts.append(
-            _table(header, [tables.cells(item, column, paper, summary["n"] == 1) for item in summary["conditions"]])
+            _table(tables.header(summary), [tables.cells(summary, item, column) for item in summary["conditions"]])
         )
     parts.append("<ul>" + "".join(f"<li>{escape(note)}</li>" for note in tables.notes(summary)) + "</ul>")
     parts.append(f"<h2>Answers</h2><p>The first {PROMPTS_PER_TASK} prompts of each task, under every setting. What was "

@@ -54,7 +54,7 @@ def compare(first: Store, second: Store) -> dict[str, Any]:
             {
                 "name": label(named[0][name]),
                 "n": len(both),
-                "access": [pooled_access([found[s.id] for s in both], dense)[0] for found in results],
+                "access": [pooled_access([found[s.id] for s in both], dense) for found in results],
                 "changed_answers": sum(results[0][s.id]["output"] != results[1][s.id]["output"] for s in both),
                 "difference": {"value": difference.value, "low": difference.low, "high": difference.high},
             }

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from latent_santa.eval.report.paper_tables import MEAN
-from latent_santa.eval.report.tables import plain_table, title
+from latent_santa.eval.report.tables import BOUND, has_bounds, plain_table, title
 from latent_santa.eval.run.store import Store
 
 KEPT = 95.0  # percent of dense's score that the sentence looks for
@@ -29,7 +29,8 @@ def _percent(value: float | None) -> str:
 
 def table(summary: dict[str, Any]) -> Table:
     """Every setting with what it keeps and what it reads, over all tasks. No number is cut at 80 columns."""
-    shown = plain_table("", ("Setting", "S", "score\nkept", "rows\nread", "score"))
+    bounds = has_bounds(summary)
+    shown = plain_table("", ("Setting", "S", "score\nkept", "rows\nread", *(["bound"] if bounds else []), "score"))
     for item in summary["conditions"]:
         cell = item["cells"][MEAN]
         score = cell["score"]
@@ -39,6 +40,7 @@ def table(summary: dict[str, Any]) -> Table:
             str(item["S"] or "-"),
             _percent(cell["retained"]),
             _percent(cell["access"]),
+            *([_percent(cell["bound"])] if bounds else []),
             f"{score['value']:.1f}{half}" if score else "-",
         )
     return shown
@@ -136,6 +138,8 @@ def show(store: Store, summary: dict[str, Any], notes: list[str], console: Conso
         console.print()
     say(f"Prompts: {summary['data']}.")
     say(HOW_TO_READ)
+    if has_bounds(summary):
+        say(BOUND)
     for warning in summary["warnings"]:
         say(f"Warning: {warning}", "yellow")
     for note in notes:

@@ -24,18 +24,22 @@ INVALID = "INVALID"
 Results = dict[str, dict[str, Any]]
 
 
-def pooled_access(results: Sequence[dict[str, Any]], dense: bool) -> tuple[float | None, float | None]:
-    """Equation 13 or 14 in percent, with and without routing: summed numerators over summed denominators.
+def pooled_access(results: Sequence[dict[str, Any]], dense: bool, part: str = "numerator") -> float | None:
+    """Equation 13 or 14 in percent: summed numerators over summed denominators.
+
+    part  what is summed instead of numerators: "row_read", which leaves routing out, or "bound", the attended rows
+          whatever it took to choose them. None if the results are from before it was counted.
 
     Every prompt counts with its own trajectory's denominator. Dense attention reads everything by definition, also
     where an answer of one token has no decoding call to count; other methods without a call have no access (None).
     """
-    total = {name: sum(r["access"].get(name, 0) for r in results) for name in ("numerator", "row_read", "denominator")}
     if dense:
-        return 100.0, 100.0
-    if not total["denominator"]:
-        return None, None
-    return 100 * total["numerator"] / total["denominator"], 100 * total["row_read"] / total["denominator"]
+        return 100.0
+    denominator = sum(r["access"].get("denominator", 0) for r in results)
+    counted = [r["access"] for r in results if r["access"].get("denominator")]
+    if not denominator or any(part not in access for access in counted):
+        return None
+    return 100 * sum(access[part] for access in counted) / denominator
 
 
 def _scores(prompts: list[Prompt], results: Results, tasks: Sequence[str]) -> dict[str, np.ndarray] | None:
@@ -124,11 +128,14 @@ class _Report:
         results = self.results[condition]
         wanted = [prompt for prompt in self.prompts if prompt.sample.task in tasks]
         good = [r for p in wanted if (r := results.get(p.sample.id)) is not None and "error" not in r]
-        access, selected = pooled_access(good, condition.method == "dense") if good else (None, None)
+
+        def read(part: str) -> float | None:
+            return pooled_access(good, condition.method == "dense", part)
+
+        parts = {"access": "numerator", "access_without_routing": "row_read", "bound": "bound"}
         cell: dict[str, Any] = {
             "n": len(good),
-            "access": _percent(access),
-            "access_without_routing": _percent(selected),
+            **{key: _percent(read(part)) if good else None for key, part in parts.items()},
             "score": None,
             "retained": None,
             "difference": None,
@@ -164,7 +171,7 @@ class _Report:
             if left is None or right is None:
                 continue
             differences.append({task: left[task] - right[task] for task in self.tasks})
-            access = {c.estimator: pooled_access(list(self.results[c].values()), False)[0] for c in (twin, pooled)}
+            access = {c.estimator: pooled_access(list(self.results[c].values()), False) for c in (twin, pooled)}
             settings.append(
                 {
                     "name": name(pooled).removesuffix(" pooled"),
@@ -249,7 +256,7 @@ def exit_code(summary: dict[str, Any]) -> int:
 
 
 CSV_FIELDS = (
-    "name method parents P R estimator S column n score half low high retained access access_without_routing "
+    "name method parents P R estimator S column n score half low high retained access access_without_routing bound "
     "difference difference_low difference_high paper_score paper_access paper_table"
 ).split()
 
@@ -263,7 +270,7 @@ def summary_csv(summary: dict[str, Any]) -> str:
         for column, cell in entry["cells"].items():
             score, difference, paper = (cell[name] or {} for name in ("score", "difference", "paper"))
             line = {name: entry[name] for name in ("name", "method", "parents", "P", "R", "estimator", "S")}
-            line |= {name: cell[name] for name in ("n", "retained", "access", "access_without_routing")}
+            line |= {name: cell[name] for name in ("n", "retained", "access", "access_without_routing", "bound")}
             line |= {"column": column, "score": score.get("value")}
             line |= {name: score.get(name) for name in ("half", "low", "high")}
             line |= {"difference": difference.get("value"), "difference_low": difference.get("low")}

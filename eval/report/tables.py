@@ -12,8 +12,13 @@ from rich.text import Text
 
 from latent_santa.eval.report.paper_tables import MEAN
 
-COLUMNS = ("Method", "S", "KV (%)", "without routing (%)", "Acc (norm) (%)", "Acc (abs) (%)", "minus dense")
+READS = ("Method", "S", "KV (%)", "without routing (%)")
+SCORES = ("Acc (norm) (%)", "Acc (abs) (%)", "minus dense")
 PAPER_COLUMNS = ("paper: KV (%)", "paper: Acc (abs) (%)")
+BOUND = (
+    "Bound: the rows that were attended, of dense's: what a method would read that knew without a scan which rows to "
+    "attend. An oracle's cost lies between its bound and what is counted."
+)
 RETAINED = (90.0, 95.0, 98.0, 99.0)
 
 
@@ -24,6 +29,18 @@ def _number(value: float | None) -> str:
 def has_paper_values(summary: dict[str, Any]) -> bool:
     """Whether any setting of the run is one of the paper's."""
     return any(cell["paper"] for entry in summary["conditions"] for cell in entry["cells"].values())
+
+
+def has_bounds(summary: dict[str, Any]) -> bool:
+    """Whether any setting read keys of attended rows in a scan: its bound is then not its access without routing."""
+    every = [cell for entry in summary["conditions"] for cell in entry["cells"].values()]
+    return any(cell.get("bound") not in (None, cell["access_without_routing"]) for cell in every)
+
+
+def header(summary: dict[str, Any]) -> list[str]:
+    """The columns of a run's tables."""
+    bound, paper = has_bounds(summary), has_paper_values(summary)
+    return [*READS, *(["bound (%)"] if bound else []), *SCORES, *(PAPER_COLUMNS if paper else ())]
 
 
 def _with_half(score: dict[str, float] | None, single: bool) -> str:
@@ -39,20 +56,21 @@ def _with_span(difference: dict[str, float] | None, single: bool) -> str:
     return f"{difference['value']:+.2f}" + ("" if single else f" [{difference['low']:+.2f}, {difference['high']:+.2f}]")
 
 
-def cells(entry: dict[str, Any], column: str, paper: bool, single: bool) -> list[str]:
-    """The texts of one line; `single` says that a task has one prompt only."""
-    cell = entry["cells"][column]
+def cells(summary: dict[str, Any], entry: dict[str, Any], column: str) -> list[str]:
+    """The texts of one line under :func:`header`."""
+    cell, single = entry["cells"][column], summary["n"] == 1
     score, difference, value = cell["score"], cell["difference"], cell["paper"]
     texts = [
         entry["name"],
         str(entry["S"] or "-"),
         _number(cell["access"]),
         _number(cell["access_without_routing"]),
+        *([_number(cell["bound"])] if has_bounds(summary) else []),
         _number(cell["retained"]),
         _with_half(score, single),
         _with_span(difference, single),
     ]
-    if paper:
+    if has_paper_values(summary):
         texts += [_number(value["access"]), f"{value['score']:.2f} ± {value['half']:.2f}"] if value else ["-", "-"]
     return texts
 
@@ -152,12 +170,10 @@ def _estimators(summary: dict[str, Any]) -> str:
 
 def markdown(summary: dict[str, Any]) -> str:
     """All tables of a run as one Markdown text."""
-    paper = has_paper_values(summary)
-    header = [*COLUMNS, *(PAPER_COLUMNS if paper else ())]
     parts = [f"# {summary['model']} at {summary['length']} tokens\n\nPrompts: {summary['data']}.\n"]
     for column in columns_of(summary):
-        body = [cells(entry, column, paper, summary["n"] == 1) for entry in summary["conditions"]]
-        parts.append(f"\n## {title(summary, column)}\n\n{markdown_table(header, body)}")
+        body = [cells(summary, entry, column) for entry in summary["conditions"]]
+        parts.append(f"\n## {title(summary, column)}\n\n{markdown_table(header(summary), body)}")
     parts.append(_estimators(summary))
     parts.append(_needed(summary))
     parts.append("\n## Notes\n\n" + "".join(f"- {note}\n" for note in notes(summary)))
@@ -174,6 +190,8 @@ def notes(summary: dict[str, Any]) -> list[str]:
         "Minus dense: paired on the same prompts, with its 95 % interval.",
         f"Prompt tokens, without the answer: {min(v['least'] for v in lengths)} to {max(v['most'] for v in lengths)}.",
     ]
+    if has_bounds(summary):
+        found.append(BOUND)
     cut = {entry["name"]: entry["hit_cap"] for entry in summary["conditions"] if entry["hit_cap"]}
     if cut:
         most = max(entry["hit_cap"] / max(1, entry["done"]) for entry in summary["conditions"])

@@ -5,7 +5,7 @@ The source computes all queries of a block in chunks to save memory in training 
 
 Count: m = N keys of the scan, u = the union of the heads' rows, e = the suffix. Equation 13: (N + u + e) / 2N, since
 the scan read the keys; Equation 14: N / N, since it read the latents. The bound of an oracle that need not scan is
-(u + e) / N in both layouts, ``(union + suffix) / dense`` of the ledger's totals.
+(u + e) / N in both layouts; tables show it beside the count.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ is lost because one representative stands for a team (Equation 3).
 
 Count: m = N keys of the scan, u = the union of the heads' teams, e = the suffix. Equation 13: (N + u + e) / 2N, since
 the scan read the keys; Equation 14: N / N, since it read the latents. The bound of an oracle that need not scan is
-(u + e) / N in both layouts, ``(union + suffix) / dense`` of the ledger's totals.
+(u + e) / N in both layouts; tables show it beside the count.
 """
 
 from __future__ import annotations
