@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 
 import numpy as np
@@ -23,7 +24,8 @@ from .tiny_models import assert_same, cache_of, generate, padded, prompt, tiny_m
 
 SCANS = ("oracle_rows", "oracle_teams")
 TEAMS = ("oracle_teams", "top_teams", "uncorrected")
-PAGES = ("quest", "page_mean")
+PAGES = ("quest", "page_mean", "rope_blocks")
+TOGETHER = ("page_mean", "rope_blocks", "streaming_llm")  # the heads of a group choose together
 BASELINES = ("oracle_rows", *TEAMS, *PAGES, "streaming_llm")
 # a budget at which tiny prompts leave rows out
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 8}
@@ -55,7 +57,10 @@ def attend(query, keys, values, used, scale):
 
 def page_ranks(method, queries, pages, frozen, scale):
     """What each head ranks pages by."""
-    if method == "page_mean":
+    if method == "rope_blocks":
+        rotary = 3 if len(queries[0]) == 8 else 6  # of the MLA cases' 5 + 3 numbers; all in GQA
+        queries, frozen = queries[:, -rotary:], frozen[:, -rotary:]
+    if method != "quest":
         means = [np.mean([frozen[i] for i in page], 0) for page in pages]
         return [[np.mean([ref.score(q, mean, scale) for q in queries]) for mean in means]] * len(queries)
     ranks = []
@@ -190,14 +195,17 @@ def test_the_ledger_is_in_the_units_of_equations_13_and_14(model, method):
             scored = {"quest": 22, "streaming_llm": 0}.get(method, 11)
             assert totals["routing"] == calls * groups * scored
             key, row = (96, 96) if mla else (32, 64)
-            assert totals["bytes"] == totals["routing"] * key + attended * row
+            share = Fraction(1, 3) if mla and method == "rope_blocks" else 1  # 8 rotary numbers of 24
+            assert totals["bytes"] == totals["routing"] * key * share + attended * row
             assert santa.access.percent_bound == santa.access.percent_without_routing and "bound" not in santa.report()
-            parts = totals["routing"] + attended if mla else totals["routing"] + 2 * attended
+            assert totals["routing_read"] == pytest.approx(float(share * totals["routing"]), rel=1e-15)
+            parts = totals["routing_read"] + attended * unit.row
             assert santa.access.percent == pytest.approx(100 * parts / totals["dense"] / (1 if mla else 2))
         assert totals["row_read"] == unit.row * attended and totals["denominator"] == unit.dense * totals["dense"]
         most = 2 * 7 if method in TEAMS else 8  # of two teams of one parent, one has at most seven rows
-        chosen_together = method in ("page_mean", "streaming_llm")
-        assert calls * groups <= totals["union"] <= calls * groups * most * (1 if chosen_together else 4 if mla else 2)
+        assert (
+            calls * groups <= totals["union"] <= calls * groups * most * (1 if method in TOGETHER else 4 if mla else 2)
+        )
 
 
 @pytest.mark.parametrize("method", BASELINES)
@@ -290,6 +298,7 @@ def test_integer_codes_rank_nearly_as_keys_do(model, method):
     ("method", "budget", "rule"),
     [("quest", 3, "quest selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
      ("page_mean", 3, "page_mean selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
+     ("rope_blocks", 3, "rope_blocks selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
      ("streaming_llm", 4, "S must be more than 4")],
 )  # fmt: skip
 def test_budgets_that_select_nothing_are_refused(method, budget, rule):
@@ -321,6 +330,7 @@ def test_names_and_slugs_tell_them_apart():
         "uncorrected contiguous 8/2 per head S=8",
         "quest B=4 S=8",
         "page_mean B=4 S=8",
+        "rope_blocks B=4 S=8",
         "streaming_llm S=8",
     ]
     assert slug(configs[1]) == "oracle_teams_contiguous_8-2_per_head_s8"

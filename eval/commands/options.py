@@ -200,7 +200,7 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
         "--centroid-sizes",
         type=values(int, "16,32"),
         default="16",
-        help="B, nominal rows per cluster of centroid; rows per page of quest and page_mean",
+        help="B, nominal rows per cluster of centroid; rows per page of quest, page_mean and rope_blocks",
     )
     add(
         "--noise",

@@ -9,6 +9,7 @@ from .oracle_rows import OracleRows
 from .oracle_teams import OracleTeams
 from .page_mean import PageMean
 from .quest import Quest
+from .rope_blocks import RopeBlocks
 from .santa import Santa
 from .santapp import SantaPlusPlus
 from .streaming_llm import StreamingLLM
@@ -28,6 +29,7 @@ METHODS: dict[str, Method] = {
         Uncorrected(),
         Quest(),
         PageMean(),
+        RopeBlocks(),
         StreamingLLM(),
         AbsorbedDense(),
         Dense(),
