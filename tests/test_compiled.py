@@ -1,0 +1,67 @@
+"""Which parts ``compile=True`` compiles, when, and that nothing but rounding changes. Dynamo runs; no compiler does."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from latent_santa.patches import compiled
+
+from .tiny_models import assert_same, generate, prompt, tiny_model
+
+PARTS = {
+    "deepseek_v2-experts": {"DeepseekV2MLP", "DeepseekV2RMSNorm", "DeepseekV2TopkRouter"},
+    "qwen2": {"Qwen2MLP", "Qwen2RMSNorm", "Qwen2RotaryEmbedding"},
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.WARNING, logger="torch.__trace")  # its traces of a compilation take longer than compiling
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_norms_mlps_routers_and_rotary_embeddings_are_parts_and_routed_experts_are_not(name):
+    parts = compiled.compile_parts(tiny_model(name).base_model, "eager")
+    assert {type(module).__name__ for module, _, _ in parts} == PARTS[name]
+
+
+def test_parts_of_one_size_are_compiled_once_per_batch_size_for_one_token_alone():
+    model = tiny_model("qwen2")
+    wanted = [generate(model, prompt(30, batch), 3) for batch in (1, 2)]
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(inputs)
+        return graph.forward
+
+    parts = compiled.compile_parts(model.base_model, backend)
+    assert len(graphs) == 1  # the one that shows that compiling works
+    for module, method, replacement in parts:
+        module.__dict__[method] = replacement
+    model(prompt(30))
+    assert len(graphs) == 1  # a prefill compiles nothing
+    for made in (3, 6, 6):  # norm, MLP and rotary embedding, for each batch size
+        batch = 1 if made == 3 else 2
+        assert_same(generate(model, prompt(30, batch), 3), wanted[batch - 1])
+        assert len(graphs) == made
+    for module, method, _ in parts:
+        del module.__dict__[method]
+    assert_same(generate(model, prompt(30), 3), wanted[0], 0)
+
+
+def test_without_a_compiler_the_reason_is_said():
+    def broken(graph, inputs):
+        raise OSError("no compiler")
+
+    with pytest.raises(RuntimeError, match=r"compile=True cannot be used here: .*no compiler.*; leave it out"):
+        compiled.compile_parts(tiny_model("qwen2").base_model, broken)
+
+
+def test_a_part_that_somebody_replaced_is_left_alone():
+    model = tiny_model("qwen2")
+    model.model.norm.__dict__["forward"] = own = torch.nn.Identity()
+    parts = compiled.compile_parts(model.base_model, "eager")
+    assert model.model.norm not in [module for module, _, _ in parts] and model.model.norm.forward is own
