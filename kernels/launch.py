@@ -21,7 +21,7 @@ from .plan import Shapes, candidate_blocks, candidates, list_capacity, mask_word
 from .pool import pool_kernel
 from .route import route_kernel
 from .select import select_kernel
-from .workspace import Workspace
+from .workspace import Workspace, own_scratch
 
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -51,7 +51,10 @@ _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 
 
 def default_workspace(device: torch.device) -> Workspace:
-    """The workspace of the current stream, whose steps run one after another."""
+    """The workspace of :func:`~.workspace.scratch`, or of the current stream, whose steps run one after another."""
+    own = own_scratch()
+    if own is not None:
+        return own
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     found = _WORKSPACES.get((device, stream))
     return _WORKSPACES.setdefault((device, stream), Workspace()) if found is None else found
@@ -79,7 +82,7 @@ class Launches:
             groups=step.groups,
             heads=step.heads,
             prompt=step.teams.length,
-            suffix=power(self.index.numel(), 64),
+            suffix=power(max(self.index.numel(), step.suffix.room), 64),
             teams=step.teams.M,
             dims=tuple(part.shape[-1] for part in step.query),
             values=values.shape[-1],

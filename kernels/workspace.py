@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from .plan import Plan, Shapes, candidate_blocks, candidates, choose, list_capac
 # plans kept; prompts of all lengths would otherwise add to them for ever
 MOST_PLANS = 4096
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+_OWN = threading.local()
 
 
 @dataclass
@@ -127,3 +130,20 @@ class Workspace:
     def bytes(self) -> int:
         """Memory held."""
         return sum(buffers.bytes() for buffers in self._buffers.values())
+
+
+@contextmanager
+def scratch(workspace: Workspace) -> Iterator[None]:
+    """Steps of this thread take ``workspace`` while the context is open: a CUDA graph keeps its own."""
+    before = own_scratch()
+    _OWN.workspace = workspace
+    try:
+        yield
+    finally:
+        _OWN.workspace = before
+
+
+def own_scratch() -> Workspace | None:
+    """The workspace of the innermost :func:`scratch` of this thread."""
+    found: Workspace | None = getattr(_OWN, "workspace", None)
+    return found

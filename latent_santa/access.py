@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .count_ring import CountRing
 from .rows import Rows
 from .teams import Teams
 
@@ -88,12 +89,14 @@ class AccessLedger:
 
     def __init__(self) -> None:
         self._calls: dict[int, list[tuple[Unit, Tensor]]] = {}
-        self._lock = threading.Lock()  # threads that generate on one model record into one ledger
+        self._waiting: dict[int, CountRing] = {}
+        self._lock = threading.RLock()  # threads that generate on one model record into one ledger
 
     def record(self, layer: int, unit: Unit, routing: Tensor, union: Tensor, suffix: Tensor, dense: Tensor) -> None:
         """Add one call of one layer; counts are integer tensors ``(B, G)``. No synchronisation with the host."""
         entry = torch.stack((routing, union, suffix, dense)).to(torch.int32)[None]
         with self._lock:
+            self._fold()
             calls = self._calls.setdefault(layer, [])
             calls.append((unit, entry))
             # fold single entries together, so that a long run does not hold one tensor per call
@@ -101,9 +104,27 @@ class AccessLedger:
             if last and all(u == unit and c.shape[0] == 1 and c.shape[1:] == entry.shape[1:] for u, c in last):
                 calls[-PACK:] = [(unit, torch.cat([c for _, c in last]))]
 
+    def step_done(self, ring: CountRing) -> None:
+        """One step more has its counts in ``ring``; they are taken when it is full, or when they are needed."""
+        with self._lock:
+            if any(waiting is not ring for waiting in self._waiting.values()):
+                self._fold()  # two caches in turn: calls stay in the order in which they were made
+            ring.filled += 1
+            self._waiting[id(ring)] = ring
+            if ring.filled == ring.slots:
+                self._fold()
+
+    def _fold(self) -> None:
+        """Take over what waits in rings."""
+        for ring in self._waiting.values():
+            for layer, unit, entries in ring.take():
+                self._calls.setdefault(layer, []).append((unit, entries))
+        self._waiting.clear()
+
     def reset(self) -> None:
         """Forget every count."""
         with self._lock:
+            self._fold()
             self._calls.clear()
 
     def _stretches(self) -> Iterator[tuple[int, int, Unit, Tensor]]:
@@ -112,6 +133,7 @@ class AccessLedger:
         C calls in a row that are alike, joined on the device: one transfer for all of them.
         """
         with self._lock:
+            self._fold()
             recorded = [(layer, list(self._calls[layer])) for layer in sorted(self._calls)]
         for layer, calls in recorded:
             number = 0

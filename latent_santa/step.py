@@ -67,11 +67,14 @@ class Suffix:
 
     Attributes:
         index: ``(E,)`` int64 cache rows, the same for every sequence; E may be 0.
-        visible: ``(B, E)`` bool, False for padding rows, or None when all are real.
+        visible: ``(B, E)`` bool, False for padding and for places that no row fills yet, or None when all are real.
+        room: rows that the suffix may come to hold before the cache moves, or 0 when nobody can tell. Kernels split
+            their work by it, so that a step has the same bits whether or not free places are listed.
     """
 
     index: Tensor
     visible: Tensor | None = None
+    room: int = 0
 
     def counts(self, batch: int) -> Tensor:
         """Real suffix rows of each sequence, ``(B,)`` int64."""

@@ -15,8 +15,22 @@ from latent_santa.ahead import Need
 from latent_santa.step import Suffix
 from latent_santa.teams import Teams
 
-SLACK = 128
+# rows reserved behind a prompt where nobody says how many will follow, and the most where somebody does
+LEAST_RESERVE, MOST_RESERVE = 256, 1024
 CPU = torch.device("cpu")
+
+
+def reserved(rows: int, asked: int | None, last: int) -> int:
+    """How many free rows a cache of ``rows`` gets behind them.
+
+    Args:
+        rows: those it must hold now.
+        asked: rows that a generation may come to hold, or None when unknown.
+        last: the reserve that ran full, or 0. The next one is twice as long, so that a long generation moves seldom.
+    """
+    most = max(MOST_RESERVE, rows // 8)
+    wanted = max(LEAST_RESERVE, rows // 64) if asked is None else max(asked - rows, 1)
+    return max(min(wanted, most), min(2 * last, most))
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,10 @@ class TeamLayer(DynamicLayer):
         grouped: team records and spans.
         waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
+        buffers: where the rows lie, with free ones behind them; None while they lie elsewhere.
+        asked: rows that the present generation may come to hold, or None when unknown.
+        place: while a step with fixed addresses runs, ``(1,)`` int64, the row that it writes; else None.
+        graph: the decoding step captured on this cache; its first layer keeps it.
     """
 
     keys: Any
@@ -89,7 +107,11 @@ class TeamLayer(DynamicLayer):
         self.grouped = Grouped()
         self.waiting: tuple[int, int] | None = None
         self.noise_key: Tensor | None = None
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self.asked: int | None = None
+        self.place: Tensor | None = None
+        self.graph: Any = None
+        self.buffers: tuple[Tensor, Tensor] | None = None
+        self._reserve = 0
         self._own: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @property
@@ -129,45 +151,74 @@ class TeamLayer(DynamicLayer):
         return team_layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append rows in place and return all of them; where gradients are recorded, by concatenation."""
+        """Append rows in place and return all of them; where gradients are recorded, by concatenation.
+
+        In a step with fixed addresses all reserved rows come back, filled or not.
+        """
+        if self.place is not None and self.buffers is not None:
+            for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+                buffer.index_copy_(2, self.place, new)
+            return self.buffers
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             self._set(*super().update(key_states, value_states, *args, **kwargs))
+            self.buffers = None
             return self.keys, self.values
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         stop = start + key_states.shape[-2]
-        buffers = self._room(stop, key_states, value_states)
+        buffers = self._with_room(stop, key_states, value_states)
         for buffer, new in zip(buffers, (key_states, value_states), strict=True):
             _write(buffer, start, new)
         self._set(*(buffer[..., :stop, :] for buffer in buffers))
         return self.keys, self.values
 
-    def _room(self, stop: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def make_room(self, stop: int) -> tuple[Tensor, Tensor]:
+        """Buffers whose first rows are the present ones, with room for ``stop`` rows."""
+        return self._with_room(stop, self.keys, self.values)
+
+    def advance(self, stop: int) -> None:
+        """Count the first ``stop`` rows of the buffers as held: a step with fixed addresses wrote the last of them."""
+        assert self.buffers is not None
+        self._set(*(buffer[..., :stop, :] for buffer in self.buffers))
+
+    @property
+    def room(self) -> int:
+        """Rows that the cache may hold before it moves."""
+        return self.get_seq_length() if self.buffers is None else self.buffers[0].shape[-2]
+
+    def _with_room(self, stop: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Buffers with room for ``stop`` rows that hold the present ones; copied only when they are full.
 
         Others may assign rows (beam search does), so the buffers count only while both views are the first rows of
         them, each sequence's.
         """
-        held, rows = self._buffers, (self.keys, self.values)
+        held, rows = self.buffers, (self.keys, self.values)
         length = self.get_seq_length()
         if held is not None and length and held[0].shape[-2] >= stop and all(map(_begins, held, rows)):
             return held
-        room = stop + max(SLACK, stop // 64)
+        ran_full = held is not None and held[0].shape[-2] < stop
+        self._reserve = reserved(stop, self.asked, self._reserve if ran_full else 0)
+        room = stop + self._reserve
         fresh = []
         for old, new in ((self.keys, key_states), (self.values, value_states)):
             buffer = new.new_empty(*new.shape[:-2], room, new.shape[-1])
             if length:
                 _write(buffer, 0, old)
             fresh.append(buffer)
-        self._buffers = (fresh[0], fresh[1])
-        return self._buffers
+        self.buffers = (fresh[0], fresh[1])
+        return self.buffers
 
     def suffix(self, visible: Tensor | None) -> Suffix:
         """Rows in no team that a query must attend exactly: earlier spans and everything since the last grouping."""
-        spans = (*self.grouped.exact, (self.grouped.stop, self.get_seq_length()))
-        index = torch.cat([torch.arange(a, b, device=self.keys.device) for a, b in spans])
-        return Suffix(index, None if visible is None else visible[:, index])
+        index = self.suffix_rows(self.get_seq_length())
+        room = index.numel() + self.room - self.get_seq_length()
+        return Suffix(index, None if visible is None else visible[:, index], room)
+
+    def suffix_rows(self, stop: int) -> Tensor:
+        """``(E,)`` int64, the rows below ``stop`` that are in no team."""
+        spans = (*self.grouped.exact, (self.grouped.stop, stop))
+        return torch.cat([torch.arange(a, b, device=self.keys.device) for a, b in spans])
 
     def hold_back_last(self) -> None:
         """Take the last row out of the cache before its token is replayed (Appendix F).
@@ -180,6 +231,8 @@ class TeamLayer(DynamicLayer):
     def regroup(self) -> None:
         """Drop the teams; every row up to the present length, whoever wrote it, waits to be grouped anew."""
         self.grouped = Grouped()
+        if self.foreign:
+            self.buffers = None
         self._own = (self.keys, self.values)
         self.waiting = (0, self.get_seq_length()) if self.get_seq_length() else None
 
@@ -201,7 +254,8 @@ class TeamLayer(DynamicLayer):
         super().reset()
         self._set(None, None)
         self.is_initialized = False
-        self._buffers = None
+        self.buffers = self.graph = None
+        self._reserve = 0
         self.grouped, self.waiting, self.noise_key = Grouped(), None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -228,6 +282,7 @@ class TeamLayer(DynamicLayer):
         if self.get_seq_length() == 0:
             return
         index = index.to(self.keys.device)
+        self.buffers = None  # the rows were copied
         self.grouped = self.grouped.followed(index)
         if self.noise_key is not None:
             self.noise_key = self.noise_key.index_select(0, index)
@@ -240,7 +295,7 @@ class TeamLayer(DynamicLayer):
 
     def snapshot(self) -> Snapshot:
         """The present state, for :meth:`rewind`: views of the rows, not copies."""
-        return Snapshot(self.keys, self.values, self._buffers, self.grouped, self.waiting)
+        return Snapshot(self.keys, self.values, self.buffers, self.grouped, self.waiting)
 
     def rewind(self, to: Snapshot) -> None:
         """Go back to an earlier state of this layer. Rows behind those held then may have been written since.
@@ -248,7 +303,7 @@ class TeamLayer(DynamicLayer):
         The noise keys go, so that the next call keys the sequences anew.
         """
         self._set(to.keys, to.values)
-        self._buffers, self.grouped, self.waiting, self.noise_key = to.buffers, to.grouped, to.waiting, None
+        self.buffers, self.grouped, self.waiting, self.noise_key = to.buffers, to.grouped, to.waiting, None
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Hold these rows ``(B, heads, N, D)`` instead of the present ones; the teams stay."""

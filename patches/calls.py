@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from latent_santa.ahead import Ahead
+from latent_santa.step import Suffix
 
 if TYPE_CHECKING:
+    from latent_santa.access import AccessLedger
+
     from .cache_layer import TeamLayer
 
 
@@ -35,6 +38,11 @@ class Kind(str, Enum):
     def sampled(self) -> bool:
         """Whether attention is estimated in it."""
         return self in (Kind.DECODE, Kind.REPLAY)
+
+    @property
+    def one_token(self) -> bool:
+        """Whether it is a decoding step: one new token per sequence."""
+        return self in (Kind.DECODE, Kind.DENSE)
 
     @property
     def counted(self) -> bool:
@@ -80,12 +88,16 @@ class ModelCall:
         layers: the cache's layers.
         visible: ``(B, L)`` bool over all rows including this call's, or None when all are real.
         step: ``(B,)`` int64, rows that each sequence sees at its last token.
+        ledger: where its reads are recorded.
+        full: whether K covered every team, which makes it dense attention; known once its first layer has run.
     """
 
     kind: Kind
     layers: Sequence[TeamLayer] = ()
     visible: Tensor | None = None
     step: Tensor | None = None
+    ledger: AccessLedger | None = None
+    full: bool = False
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _ahead: Ahead | None = None
 
@@ -98,6 +110,20 @@ class ModelCall:
         if key not in self._moved:
             self._moved[key] = value.to(device)
         return self._moved[key]
+
+    def noise_key(self, layer: int, device: torch.device) -> Tensor:
+        """``(B, 2)`` int64 noise keys of the call's sequences."""
+        key = self.layers[layer].noise_key
+        assert key is not None
+        return key.to(device)
+
+    def suffix(self, layer: int, device: torch.device) -> Suffix:
+        """Rows in no team, which the layer's query attends exactly."""
+        return self.layers[layer].suffix(self.on("visible", device))
+
+    def dense_mask(self, mask: Tensor | None, implementation: str) -> Tensor | None:
+        """The mask that the model's own attention takes."""
+        return mask
 
     @property
     def ahead(self) -> Ahead:

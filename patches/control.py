@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from latent_santa.noise import noise_keys
 from .cache_layer import TeamLayer, adopt_cache
 from .calls import Kind, ModelCall, classify
 from .families import Adapter
+from .graphs import StepGraphs
 from .grouping import group_waiting
 from .last_token import last_token, replace_last
 from .limits import context_limit
@@ -36,6 +38,10 @@ class ThreadState(threading.local):
         made: calls by kind, which no reset forgets.
         prefill_target: rows that a prompt given in chunks will have cached at its end, or None.
         draft_prompt: the prompt's length in a generation with drafts, or None.
+        asked: rows that the present generation may come to hold, or None when unknown.
+        beams: whether the present generation moves rows between sequences.
+        shown: the cache layer whose padding the present generation has shown to be the known one.
+        looked: the cache layer for whose decoding steps the model was last looked at.
         generating: whether ``generate`` runs, which asks for the last logits only.
         all_logits: whether the present call of the model asks for more logits than the last token's.
         replaying: whether the base model is called from within its own hook.
@@ -49,6 +55,10 @@ class ThreadState(threading.local):
         self.prefill_target: int | None = None
         self.draft_prompt: int | None = None
         self.heard: dict[int, list[tuple[Tensor, float]]] | None = None
+        self.asked: int | None = None
+        self.beams = False
+        self.shown: weakref.ref[TeamLayer] | None = None
+        self.looked: weakref.ref[TeamLayer] | None = None
         self.generating = self.all_logits = self.replaying = self.preparing = False
 
 
@@ -63,9 +73,10 @@ class Control:
         calls: base-model calls by kind, per configuration that was in force.
         full_calls: sampled calls in which K covered every team, which are dense attention.
         thread: the calling thread's present call and what goes with it.
+        graphs: the base model's ``forward``, which replays decoding steps.
     """
 
-    def __init__(self, base: PreTrainedModel, adapters: list[Adapter], config: SantaConfig) -> None:
+    def __init__(self, base: PreTrainedModel, adapters: list[Adapter], config: SantaConfig, graphs: str) -> None:
         self.base, self.adapters, self.config = base, adapters, config
         self.access = AccessLedger()
         self.sequence_keys: list[int] | None = None
@@ -79,6 +90,7 @@ class Control:
         self._limit = context_limit(base.config)
         names = list(inspect.signature(type(base).forward).parameters)[1:]
         self.names = [n for n in names if n not in ("args", "kwargs")]
+        self.graphs = StepGraphs(self, graphs)
 
     def count(self, kind: Kind) -> int:
         """Calls of one kind since the last reset, whatever the settings."""
@@ -97,6 +109,7 @@ class Control:
     def reset(self) -> None:
         """Forget the ledger, call counts and shadow errors."""
         self.access.reset()
+        self.graphs.reset()
         self.calls.clear()
         self.full_calls = 0
         self.shadow_log.clear()
@@ -121,7 +134,7 @@ class Control:
         layers = self._layers(cache)
         held = layers[0].get_seq_length()
         visible = visible_rows(kwargs.get("attention_mask"), batch, held + new)
-        if held and layers[0].grouped.hides(visible):
+        if held and not self._known(layers[0]) and layers[0].grouped.hides(visible):
             for layer in layers:
                 layer.regroup()
         self.key_sequences(layers, batch, held, tokens.device)
@@ -146,9 +159,23 @@ class Control:
             self._group(layers, visible)
         return (), kwargs
 
+    def _known(self, layer: TeamLayer) -> bool:
+        """Whether this generation showed its padding for the cache before: ``generate`` only adds to a mask.
+
+        To look again would wait for the device on every step of a padded batch.
+        """
+        thread = self.thread
+        if not thread.generating:
+            return False
+        known = thread.shown is not None and thread.shown() is layer
+        thread.shown = weakref.ref(layer)
+        return known
+
     def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook: after a prefill, group its rows and replay its last token (Appendix F)."""
         call, thread = self.thread.call, self.thread
+        if call.full:
+            self.count_full()
         if thread.replaying or call.kind is not Kind.PREFILL or thread.preparing or thread.all_logits:
             return output
         if self.config.first_token == "dense" or not METHODS[self.config.method].sampled:
@@ -228,6 +255,7 @@ class Control:
             cache.layers.append(TeamLayer())
         layers: list[TeamLayer] = cache.layers
         for layer in layers:
+            layer.asked = self.thread.asked
             if layer.foreign:
                 layer.regroup()
         lengths = {rows.shape[-2] for layer in layers if layer.get_seq_length() for rows in (layer.keys, layer.values)}
@@ -241,6 +269,7 @@ class Control:
 
     def begin(self, call: ModelCall) -> None:
         self.thread.call = call
+        call.ledger = self.access
         self.thread.made[call.kind] += 1
         with self._lock:
             self.calls.setdefault(self.config, Counter())[call.kind] += 1

@@ -42,13 +42,15 @@ def _generate(generate: Callable[..., Any], model: PreTrainedModel, control: Con
     def watched(*args: Any, **kwargs: Any) -> Any:
         _check_cache_kind(model, args, kwargs)
         thread = control.thread
-        outer = thread.generating, thread.draft_prompt  # an early exit generates within a generation
-        thread.generating, thread.draft_prompt = True, None
+        # an early exit generates within a generation
+        outer = thread.generating, thread.draft_prompt, thread.asked, thread.beams, thread.shown
+        thread.generating, thread.draft_prompt, thread.asked, thread.beams, thread.shown = True, None, None, False, None
+        thread.looked = None
         before = Counter(thread.made)
         try:
             result = generate(*args, **kwargs)
         finally:
-            thread.generating, thread.draft_prompt = outer
+            thread.generating, thread.draft_prompt, thread.asked, thread.beams, thread.shown = outer
         made = thread.made - before
         sampled = made[Kind.DECODE] + made[Kind.REPLAY]
         quiet = thread.preparing or outer[0]  # an early exit generates its drafts within a generation
@@ -80,13 +82,15 @@ def _why_dense(made: Counter[Kind]) -> str:
 
 
 def _prefill(prefill: Callable[..., Any], model: PreTrainedModel, control: Control) -> Callable[..., Any]:
-    """``_prefill`` that tells the controller where a prompt given in chunks ends.
+    """``_prefill`` that tells the controller how long the generation may get, and where a prompt given in chunks ends.
 
     The rows of all chunks are grouped together, and only the last chunk's last token is replayed.
     """
 
     @functools.wraps(prefill)
     def chunked(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        control.thread.asked = generation_config.max_length
+        control.thread.beams = (generation_config.num_beams or 1) > 1
         if generation_config.prefill_chunk_size is None:
             return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         mask = model_kwargs.get("attention_mask")

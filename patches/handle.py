@@ -18,6 +18,7 @@ from latent_santa.routing_keys import scale_group
 from .calls import Kind
 from .control import Control
 from .families import Adapter
+from .graphs import StepGraphs
 from .prefilled import Prefilled
 from .report import report
 from .scoring import score
@@ -133,6 +134,11 @@ class SantaHandle:
             self._control.sequence_keys = None if keys is None else [operator.index(key) for key in keys]
         except TypeError as error:
             raise TypeError(f"sequence_keys={keys!r}: give a list of integers, one per sequence, or None") from error
+
+    @property
+    def graphs(self) -> StepGraphs:
+        """The decoding steps that replayed a CUDA graph, and those that did not, with the reasons."""
+        return self._control.graphs
 
     @property
     def shadow(self) -> bool:

@@ -60,6 +60,7 @@ class PatchedLayer:
             self._count_dense(call, key, value)
             if self.control.thread.heard is not None:
                 self.control.thread.heard.setdefault(self.layer, []).append((query, kwargs["scaling"]))
+        mask = call.dense_mask(mask, self.model_config._attn_implementation)
         return self._dense(query, key, value, mask, **kwargs)
 
     def _dense(
@@ -80,22 +81,21 @@ class PatchedLayer:
         step = self._step(call, query, key, value, scale)
         output = method.attend(step, config, self._backend)
         dense = step.draw.step[:, None].expand_as(output.union)
-        counts = (output.routing, output.union, output.suffix, dense)
-        self.control.access.record(self.layer, self._unit(step), *counts)
-        if self.layer == 0 and method.full(step, config):
-            self.control.count_full()
+        assert call.ledger is not None
+        call.ledger.record(self.layer, self._unit(step), output.routing, output.union, output.suffix, dense)
+        if self.layer == 0:
+            call.full = method.full(step, config)
         if self.control.shadow:
             self._compare(step, output)
         return self.adapter.output(output.out, query.dtype)
 
     def _step(self, call: ModelCall, query: Tensor, key: Tensor, value: Tensor, scale: float) -> DecodeStep:
-        rows, cache = self.adapter.rows(key, value), call.layers[self.layer]
-        device = rows.values.device
+        rows, device = self.adapter.rows(key, value), key.device
         visible, step = call.on("visible", device), call.on("step", device)
-        assert step is not None and cache.noise_key is not None
-        draw = Draw(cache.noise_key.to(device), step, self.layer, call.ahead)
-        suffix = cache.suffix(visible)
-        return DecodeStep(self.adapter.query(query), rows, cache.grouped.teams, suffix, draw, scale, visible)
+        assert step is not None
+        draw = Draw(call.noise_key(self.layer, device), step, self.layer, call.ahead)
+        teams, suffix = call.layers[self.layer].grouped.teams, call.suffix(self.layer, device)
+        return DecodeStep(self.adapter.query(query), rows, teams, suffix, draw, scale, visible)
 
     def _backend(self, step: DecodeStep, sampling: Sampling) -> Backend:
         """The backend of the sampled operator, asked for its limits once per grouping and configuration."""
@@ -122,11 +122,11 @@ class PatchedLayer:
 
     def _count_dense(self, call: ModelCall, key: Tensor, value: Tensor) -> None:
         step = call.on("step", key.device)
-        assert step is not None
+        assert step is not None and call.ledger is not None
         dense = step[:, None].expand(-1, key.shape[1])
         none = torch.zeros_like(dense)
         unit = attended_unit(self.adapter.rows(key, value), None)
-        self.control.access.record(self.layer, unit, none, dense, none, dense)
+        call.ledger.record(self.layer, unit, none, dense, none, dense)
 
     def _compare(self, step: DecodeStep, output: Output) -> None:
         """Relative error of the estimate against dense attention on the same query and cache, head by head."""

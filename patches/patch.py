@@ -21,7 +21,12 @@ _patched_models = 0
 
 
 def patch(
-    model: PreTrainedModel, config: SantaConfig | None = None, *, preset: str | None = None, **overrides: Any
+    model: PreTrainedModel,
+    config: SantaConfig | None = None,
+    *,
+    preset: str | None = None,
+    graphs: str = "auto",
+    **overrides: Any,
 ) -> SantaHandle:
     """Patch a loaded model so that decoding reads sampled teams of cache rows.
 
@@ -31,6 +36,9 @@ def patch(
         model: a native transformers causal language model (or its base model) with MLA or GQA attention.
         config: settings; default :class:`SantaConfig`.
         preset: ``"paper"`` or ``"recommended"`` settings in place of ``config`` (:meth:`SantaConfig.preset`).
+        graphs: ``"auto"`` captures a decoding step on a CUDA device as one graph and replays it for the tokens that
+            follow, with the same result; a step that cannot be captured runs launch by launch, and ``report()`` says
+            why. ``"on"`` refuses such a step instead, and ``"off"`` captures none.
         **overrides: fields of :class:`SantaConfig` to change, such as ``budget=256``.
 
     Returns:
@@ -39,7 +47,7 @@ def patch(
     Raises:
         TypeError: ``model`` is no transformers model, or ``config`` no :class:`SantaConfig`.
         ValueError: a setting is invalid.
-        RuntimeError: the model is patched already, or the backend that was asked for cannot run here.
+        RuntimeError: the model is patched already, or the backend or the graphs that were asked for cannot run here.
         NotImplementedError: the model is of a kind that is not supported; it is left unchanged.
     """
     if isinstance(model, nn.Module) and _find(model) is not None:
@@ -55,7 +63,7 @@ def patch(
     adapters = find_adapters(model)
     settings = checked_settings(adapters, config, SantaConfig(), overrides)
     check(model, adapters)
-    control = Control(base_model(model, adapters), adapters, settings)
+    control = Control(base_model(model, adapters), adapters, settings, graphs)
     return SantaHandle(model, control, Edits(model, control))
 
 
@@ -107,6 +115,7 @@ class Edits:
             for name, value in adapter.replaces.items():
                 self._set(module, name, value)
         base = control.base
+        self._set(base, "forward", control.graphs)
         self._hooks = [
             base.register_forward_pre_hook(control.before, with_kwargs=True),
             base.register_forward_hook(control.after, with_kwargs=True),

@@ -14,6 +14,7 @@ from latent_santa.config import SantaConfig
 
 from .calls import Kind
 from .control import Control
+from .graphs import StepGraphs
 
 if TYPE_CHECKING:
     from .handle import SantaHandle
@@ -33,6 +34,8 @@ def report(handle: SantaHandle, control: Control) -> str:
         f"calls: {handle.prefill_calls} prefill, {handle.sparse_calls} sparse ({control.count(Kind.REPLAY)} replays, "
         f"{handle.full_calls} with every team selected), {handle.dense_calls} dense"
     )
+    if handle.graphs.mode != "off":
+        console.print(f"graphs: {_graphs(handle.graphs)}")
     for line in _notes(handle, control):
         console.print(line)
     equation = EQUATIONS.get(handle.layout, "units of its layout")
@@ -57,6 +60,14 @@ def report(handle: SantaHandle, control: Control) -> str:
     # numbers are never cut: counts of many digits make the table wider than the text above it
     Console(file=stream, width=200, color_system=None).print(table)
     return stream.getvalue()
+
+
+def _graphs(graphs: StepGraphs) -> str:
+    made = f"{graphs.replayed} steps replayed"
+    if graphs.captured:
+        made += f", {graphs.captured} captured in {graphs.seconds:.1f} s"
+    eager = [f"{count} launch by launch: {reason}" for reason, count in graphs.eager.most_common()]
+    return "; ".join([made, *eager])
 
 
 def _described(config: SantaConfig) -> str:

@@ -27,12 +27,15 @@ class Method:
         about: one line for a table or ``--help``.
         settings: fields of ``SantaConfig`` that change what the method does.
         sampled: False for a method that leaves a decoding call to the model's own attention.
+        fixed_shapes: whether a step launches the same kernels on the same shapes whatever its tensors hold, and reads
+            none of them on the host, so that a CUDA graph may replay it.
     """
 
     name: str
     about: str
     settings: tuple[str, ...] = ()
     sampled = True
+    fixed_shapes = False
 
     def check(self, config: SantaConfig) -> None:
         """See that the settings go together.

@@ -9,3 +9,4 @@ class Dense(Method):
     name = "dense"
     about = "the model's own attention, counted in the same ledger"
     sampled = False
+    fixed_shapes = True

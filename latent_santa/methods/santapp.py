@@ -26,6 +26,7 @@ STACKED_NUMBERS = 1 << 28
 class SantaPlusPlus(Method):
     name = "santa++"
     about = "teams sampled by their representatives (Algorithm 1)"
+    fixed_shapes = True
     settings: tuple[str, ...] = (
         "parents",
         "parent_size",

@@ -1,0 +1,5 @@
+"""Decoding steps as CUDA graphs: captured once per cache, replayed in place of a launch per kernel."""
+
+from .steps import MODES, StepGraphs
+
+__all__ = ["MODES", "StepGraphs"]

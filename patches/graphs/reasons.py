@@ -1,0 +1,111 @@
+"""Why a decoding step runs launch by launch, told before anything is captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from latent_santa.methods import METHODS
+
+from .engine import ENGINES
+
+if TYPE_CHECKING:
+    from ..calls import ModelCall
+    from ..control import Control
+
+# the types of arguments that a captured step may keep
+PLAIN = (bool, int, float, str, type(None))
+ASKED = ("output_attentions", "output_hidden_states", "output_router_logits")
+# this package's hooks, and those of transformers that only act where outputs of layers are asked for
+OWN_HOOKS = ("latent_santa.", "transformers.utils.output_capturing")
+# rotary embeddings that look at the positions on the host
+GROWING = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen of a model at one moment. A look passes over every module, so a generation takes one.
+
+    Attributes:
+        reason: why no step of this model can be captured, or None.
+        tensors: its weights and buffers.
+        adapters: layers with adapters (PEFT), which may be switched from call to call.
+    """
+
+    reason: str | None
+    tensors: tuple[Tensor, ...]
+    adapters: tuple[Any, ...]
+
+    @classmethod
+    def at(cls, base: Any) -> Look:
+        """Look at a base model."""
+        adapters = (m for m in base.modules() if hasattr(m, "active_adapters") and hasattr(m, "scaling"))
+        return cls(_reason(base), (*base.parameters(), *base.buffers()), tuple(adapters))
+
+    def state(self, base: Any) -> tuple[Any, ...]:
+        """Where the weights lie and which adapters are on: what launches depend on beside their inputs."""
+        on = ((m.disable_adapters, m.merged, tuple(m.active_adapters), tuple(m.scaling.items())) for m in self.adapters)
+        experts = tuple(getattr(config, "_experts_implementation", None) for config in _configs(base))
+        return (*(tensor.data_ptr() for tensor in self.tensors), *on, experts)
+
+
+def _configs(base: Any) -> list[Any]:
+    return [base.config, *(getattr(base.config, name) for name in base.config.sub_configs)]
+
+
+def _reason(base: Any) -> str | None:
+    devices = {tensor.device for tensor in base.parameters()}
+    if len(devices) > 1:
+        return f"the model is spread over {len(devices)} devices ({', '.join(sorted(map(str, devices)))})"
+    device = next(iter(devices))
+    if device.type not in ENGINES:
+        return f"the model is on {device}, and supported is CUDA"
+    routed = any(parameter.dim() == 3 for parameter in base.parameters())  # experts' weights, one behind the other
+    for config in _configs(base):
+        if routed and getattr(config, "_experts_implementation", None) == "eager":
+            return 'its experts run one by one (experts_implementation="eager"), and the host looks which are hit'
+        rope = getattr(config, "rope_parameters", None) or {}
+        if isinstance(rope, dict) and rope.get("rope_type") in GROWING:
+            return f"its rotary embedding ({rope['rope_type']}) looks at the positions on the host"
+    for name, module in base.named_modules():
+        if hasattr(module, "_hf_hook"):
+            return f"accelerate moves weights around {name or 'the model'}"
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if not all(str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS) for hook in hooks):
+            return f"{name or 'the model'} has forward hooks, which a graph does not call"
+    return None
+
+
+def reason_of_call(control: Control, call: ModelCall, kwargs: dict[str, Any]) -> str | None:
+    """Why this step cannot be captured or replayed, or None."""
+    config = control.config
+    if control.shadow:
+        return "santa.shadow compares every step with dense attention"
+    if control.thread.heard is not None:
+        return "the queries of its layers are recorded"
+    if not METHODS[config.method].fixed_shapes:
+        return f"method {config.method!r} has steps of varying shapes"
+    if torch.is_grad_enabled():
+        return "gradients are enabled: use torch.no_grad() or torch.inference_mode()"
+    if control.thread.beams:
+        return "beam search moves rows between sequences"
+    device = call.layers[0].keys.device
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is enabled"
+    for name in ASKED:
+        if kwargs.get(name) or (kwargs.get(name) is None and getattr(control.base.config, name, False)):
+            return f"{name}=True was asked for"
+    if not kwargs.get("return_dict", getattr(control.base.config, "return_dict", True)):
+        return "return_dict=False was asked for"
+    for name, value in kwargs.items():
+        if not isinstance(value, (Tensor, Cache, *PLAIN)):
+            return f"the call brings a {type(value).__name__} as {name}"
+    if kwargs.get("position_ids") is None and hasattr(control.base, "rope_deltas"):
+        return "the call brings no position_ids, and this model derives them on the host"
+    if not all(layer.get_seq_length() for layer in call.layers):
+        return "some layers hold no rows (an early exit)"
+    return None
