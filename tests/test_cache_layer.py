@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import latent_santa
-from latent_santa.patches.cache_layer import SLACK, TeamLayer
+from latent_santa.patches.cache_layer import LEAST_RESERVE, TeamLayer
 
 from .tiny_models import (
     assert_close,
@@ -75,11 +75,11 @@ def test_rows_stay_in_place_and_the_suffix_grows_in_blocks(model):
         for layer, old in zip(cache.layers, rows, strict=True):
             assert layer.keys.shape[-2] == 57 and layer.keys[..., :54, :].equal(old)
             held = layer.keys.untyped_storage().nbytes() // (4 * layer.keys.shape[1] * layer.keys.shape[-1])
-            assert held <= 50 + SLACK
-        for _ in range(2):  # past the end of the buffers
-            wanted = [torch.cat((layer.keys, layer.keys[..., :SLACK, :]), -2) for layer in cache.layers]
+            assert held <= 50 + LEAST_RESERVE
+        for _ in range(4):  # past the end of the buffers
+            wanted = [torch.cat((layer.keys, layer.keys[..., :LEAST_RESERVE, :]), -2) for layer in cache.layers]
             for layer in cache.layers:
-                layer.update(layer.keys[..., :SLACK, :], layer.values[..., :SLACK, :])
+                layer.update(layer.keys[..., :LEAST_RESERVE, :], layer.values[..., :LEAST_RESERVE, :])
             assert all(layer.keys.equal(w) for layer, w in zip(cache.layers, wanted, strict=True))
 
 
