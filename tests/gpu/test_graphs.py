@@ -99,17 +99,22 @@ def test_a_padded_batch_and_sampling_and_a_further_turn(name: str) -> None:
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"], ids=["mla", "gqa"])
 @pytest.mark.parametrize(
     "settings",
-    [{"method": "dense"}, {"backend": "torch"}, {"backend": "torch", "routing": "two_stage", "estimator": "pooled"}],
-    ids=["dense", "torch", "torch-two-stage"],
+    [
+        {"method": "dense"},
+        {"method": "absorbed_dense"},
+        {"backend": "torch"},
+        {"backend": "torch", "routing": "two_stage", "parents_per_head": 8},
+    ],
+    ids=["dense", "absorbed", "torch", "torch-two-stage"],
 )
 def test_what_pytorch_runs_is_replayed_to_rounding(name: str, settings: dict[str, Any]) -> None:
     """PyTorch takes other kernels where rows are reserved, so the bits may differ; all-float32 keeps that small."""
     model = tiny_model(name, max_position_embeddings=4096).cuda()
     logits = {}
     for graphs in ("off", "on"):
-        with latent_santa.patch(model, graphs=graphs, budget=32, parents_per_head=8, **settings) as santa:
+        with latent_santa.patch(model, graphs=graphs, budget=32, **settings) as santa:
             logits[graphs] = torch.stack(generated(model, ids_of(model), 30).logits)
-            assert graphs == "off" or santa.graphs.replayed == 28 - (settings.get("method") == "dense") * 0, santa.report()
+            assert graphs == "off" or santa.graphs.replayed == 28, santa.report()
     torch.testing.assert_close(logits["on"], logits["off"], rtol=1e-3, atol=1e-3)
 
 
