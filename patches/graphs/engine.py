@@ -24,7 +24,7 @@ class Engine(Protocol):
         """Launch them again."""
 
 
-_POOLS: dict[tuple[torch.device, int], Any] = {}
+_POOLS: dict[tuple[torch.device, int], torch.cuda.CUDAGraph] = {}
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _CAPTURING = threading.Lock()
 
@@ -43,8 +43,10 @@ class CudaGraph:
         self._main = torch.cuda.current_stream(device)
         key = (device, self._main.cuda_stream)
         if key not in _POOLS:
-            _POOLS[key] = torch.cuda.graph_pool_handle()
-        self._pool = _POOLS[key]
+            # a pool goes with its last graph, so one that does nothing stays
+            _POOLS[key] = torch.cuda.CUDAGraph()
+            self._captured(_POOLS[key], None, lambda: torch.zeros(1, device=device))
+        self._pool = _POOLS[key].pool()
 
     def first(self, run: Callable[[], Any]) -> Any:
         self._side.wait_stream(self._main)
@@ -54,13 +56,16 @@ class CudaGraph:
         return result
 
     def capture(self, run: Callable[[], Any]) -> Any:
+        return self._captured(self._graph, self._pool, run)
+
+    def _captured(self, graph: torch.cuda.CUDAGraph, pool: Any, run: Callable[[], Any]) -> Any:
         # other threads may allocate and launch in the meantime
         with _CAPTURING, torch.cuda.stream(self._side):
-            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = run()
             finally:
-                self._graph.capture_end()
+                graph.capture_end()
         return result
 
     def replay(self) -> None:
