@@ -1,0 +1,17 @@
+"""``latent-santa diagnose``: what attention does on a prompt's real queries. One subcommand per diagnostic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from latent_santa.eval.commands import diagnose_frontier
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its subcommands."""
+    parser = subparsers.add_parser(
+        "diagnose", help="attention on a prompt's real queries: frontier (error against rows read)"
+    )
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    for module in (diagnose_frontier,):
+        module.add_parser(kinds)

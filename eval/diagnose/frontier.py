@@ -1,0 +1,144 @@
+"""Attention error against rows read, for any settings, on the same dense queries and rows.
+
+The error of a call in one layer is ||estimate - dense|| / ||dense|| of the attention output per head, averaged over
+heads. A prompt's error is its mean over calls and layers. Rows are Equation 13 or 14, pooled over prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean as mean
+from typing import TYPE_CHECKING, Any
+
+from latent_santa.config import SantaConfig
+from latent_santa.eval.report.tables import markdown_table
+from latent_santa.eval.run.conditions import label, name, running_order, swept
+
+from .frontier_pictures import error_against_rows
+from .intervals import over_prompts, shown
+
+if TYPE_CHECKING:
+    from latent_santa.patches import SantaHandle
+    from latent_santa.patches.recorded import Recorded
+
+COUNTS = ("routing_read", "row_read", "numerator", "denominator")
+NOTES = (
+    "Error: ||estimate - dense|| / ||dense|| of the attention output per head, on dense decoding's own queries and "
+    "rows, averaged over heads, calls, layers and prompts; brackets: 95 % interval over prompts.",
+    "KV: rows read of the rows that dense decoding reads, Equation 13 (GQA) or 14 (MLA), routing included, pooled over "
+    "prompts, layers and calls; logical access, not time. Routing: the part of it that only chooses.",
+    "*: no other measured setting beats it in both. full: it selects everything there is, which is dense attention.",
+    "An attention error is no task score: it says where to look before scores are paid for.",
+)
+
+
+class Frontier:
+    """The diagnostic: one key per setting."""
+
+    name = "frontier"
+
+    def __init__(self, conditions: Sequence[SantaConfig]) -> None:
+        self._conditions = {label(condition): condition for condition in running_order(conditions)}
+        self.keys = list(self._conditions)
+
+    def measure(self, santa: SantaHandle, recorded: Recorded, key: str) -> dict[str, Any]:
+        """Errors by layer and by call, and each layer's counts."""
+        santa.configure(self._conditions[key])
+        santa.reset()
+        santa.shadow = True
+        try:
+            recorded.attend()
+        finally:
+            santa.shadow = False
+        errors = santa.shadow_errors()[..., 0].double()
+        return {
+            "error_of_layer": errors.mean(1).tolist(),
+            "error_of_call": errors.mean(0).tolist(),
+            "counts": [[layer[name] for name in COUNTS] for layer in santa.access.per_layer()],
+            "full": santa.full_calls == recorded.calls,
+        }
+
+    def summary(self, results: dict[str, dict[str, list[dict[str, Any]]]], manifest: dict[str, Any]) -> dict[str, Any]:
+        """Every setting in total and by layer, fewest rows first."""
+        seed = manifest["settings"]["seed"]
+        lines = [self._line(self._conditions[key], tasks, seed) for key, tasks in results.items()]
+        lines.sort(key=lambda line: line["kv"])
+        for line in lines:
+            line["best"] = not line["full"] and not any(_beats(other, line) for other in lines)
+        first = next(iter(results.values()))
+        calls = [len(prompt["tokens"]) for prompts in first.values() for prompt in prompts]
+        about = {"prompts": {task: len(prompts) for task, prompts in first.items()}, "calls": sum(calls)}
+        return {**manifest, **about, "lines": lines}
+
+    def _line(self, config: SantaConfig, tasks: dict[str, list[dict[str, Any]]], seed: int) -> dict[str, Any]:
+        prompts = [prompt for own in tasks.values() for prompt in own]
+        layers = range(len(prompts[0]["counts"]))
+        counts = [_summed([prompt["counts"][layer] for prompt in prompts]) for layer in layers]
+        total = _summed(counts)
+        errors = {task: [mean(prompt["error_of_layer"]) for prompt in own] for task, own in tasks.items()}
+        return {
+            "name": name(config),
+            "S": swept(config)["budget"],
+            "config": config.used(),
+            "kv": _percent(total, 2),
+            "routing": _percent(total, 0),
+            "error": over_prompts(errors, seed),
+            "full": all(prompt["full"] for prompt in prompts),
+            "by_layer": [
+                {
+                    "kv": _percent(counts[n], 2),
+                    "error": mean(mean(prompt["error_of_layer"][n] for prompt in own) for own in tasks.values()),
+                }
+                for n in layers
+            ],
+        }
+
+    def markdown(self, summary: dict[str, Any]) -> str:
+        """The total, then each setting's range over layers."""
+        settings = summary["settings"]
+        prompts = ", ".join(f"{n} of {task}" for task, n in summary["prompts"].items())
+        parts = [
+            f"# Attention error against rows read: {settings['model']}\n\n"
+            f"Prompts: {prompts}, {settings['data']}; {summary['calls']} dense calls in all.\n\n",
+            markdown_table(HEADER, [cells(line) for line in summary["lines"]]),
+            "\n## By layer\n\nThe layers of least, median and greatest error; all are in frontier.json.\n\n",
+            markdown_table(("Setting", "S", "least", "median", "greatest"), list(map(_layers, summary["lines"]))),
+            "\n## Notes\n\n",
+            *(f"- {note}\n" for note in NOTES),
+        ]
+        return "".join(parts)
+
+    def pictures(self, summary: dict[str, Any]) -> dict[str, bytes]:
+        """The total, and a panel per layer."""
+        title = f"{summary['settings']['model']}, {summary['calls']} dense calls of {sum(summary['prompts'].values())}"
+        return error_against_rows(summary["lines"], f"{title} prompts")
+
+
+HEADER = ("Setting", "S", "KV (%)", "routing (%)", "error", "")
+
+
+def cells(line: dict[str, Any]) -> list[str]:
+    """A setting's texts under `HEADER`."""
+    numbers = (f"{line['kv']:.1f}", f"{line['routing']:.1f}")
+    mark = "full" if line["full"] else "*" if line["best"] else ""
+    return [line["name"], str(line["S"] or "-"), *numbers, shown(line["error"], 4), mark]
+
+
+def _layers(line: dict[str, Any]) -> list[str]:
+    ordered = sorted((layer["error"], number) for number, layer in enumerate(line["by_layer"]))
+    picked = (ordered[0], ordered[len(ordered) // 2], ordered[-1])
+    return [line["name"], str(line["S"] or "-"), *(f"{error:.4f} (layer {number})" for error, number in picked)]
+
+
+def _summed(counts: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*counts, strict=True)]
+
+
+def _percent(counts: Sequence[int], place: int) -> float:
+    return 100 * counts[place] / counts[COUNTS.index("denominator")]
+
+
+def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a setting is no worse in rows and error, and better in one."""
+    a, b = ((line["kv"], line["error"]["mean"]) for line in (one, other))
+    return a[0] <= b[0] and a[1] <= b[1] and a != b

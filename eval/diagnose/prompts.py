@@ -1,0 +1,64 @@
+"""The prompts of a diagnostic: builtin, official or the user's own, known to fit before a model is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from latent_santa.eval.errors import EvalError
+from latent_santa.eval.run import sizes
+from latent_santa.eval.run.models import ModelSpec
+from latent_santa.eval.run.render import Renderer
+from latent_santa.eval.sources import Request, load_samples
+from latent_santa.patches.limits import context_limit
+
+OWN = "own prompts"
+
+
+@dataclass(frozen=True)
+class DiagnosticPrompt:
+    """One prompt: its name, such as "fwe/000001", its task (or `OWN`), its token ids and its cap on new tokens."""
+
+    name: str
+    task: str
+    ids: list[int]
+    most_new_tokens: int
+
+    @property
+    def digest(self) -> str:
+        """Hash of the token ids."""
+        return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()
+
+
+def from_files(files: Sequence[tuple[Path, str]], renderer: Renderer, calls: int) -> list[DiagnosticPrompt]:
+    """Prompts of the user's own, each file's text as the user's turn."""
+    names = [path.name for path, _ in files]
+    if len(set(names)) != len(names):
+        raise EvalError(f"--prompt-file: two files have one name ({', '.join(sorted(names))}): rename one")
+    return [DiagnosticPrompt(path.name, OWN, renderer.encode(text, ""), calls) for path, text in files]
+
+
+def from_source(request: Request, renderer: Renderer, tiny: bool, limit: int | None) -> list[DiagnosticPrompt]:
+    """Prompts of tasks. Raises EvalError for those that do not fit."""
+    found = []
+    for sample in load_samples(request, renderer, tiny).samples:
+        renderer.prompt(sample, limit)  # refuses what does not fit
+        ids = renderer.encode(sample.input, sample.answer_prefix)
+        found.append(DiagnosticPrompt(sample.id, sample.task, ids, sample.max_new_tokens))
+    return found
+
+
+def check_room(prompts: Sequence[DiagnosticPrompt], calls: int, config: Any, spec: ModelSpec) -> None:
+    """See that every prompt and what is generated behind it fits the model's positions and the memory.
+
+    A recording keeps a copy of the cache beside the prefill's. Raises EvalError.
+    """
+    for prompt in prompts:
+        asked = f"{prompt.name} with {len(prompt.ids):,} tokens and --calls {calls}"
+        rows = len(prompt.ids) + calls
+        sizes.check_positions(context_limit(config), rows, asked, spec.name)
+        sizes.check_cache(config, 2 * rows, spec, f"{asked}, kept twice")
