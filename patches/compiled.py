@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 Forward = Callable[..., Any]
 
+# what is compiled, by class, weights, input and backend: another patch of the same or a like model finds it again
+_made: dict[Any, Forward] = {}
 # tokens of a call without a dimension for them, from which on it is taken for a prefill's
 FEW = 64
 
@@ -34,13 +36,12 @@ def compile_parts(base: nn.Module, backend: str = "inductor") -> list[tuple[nn.M
     Raises:
         RuntimeError: ``torch.compile`` does not work here; the message says why.
     """
-    made: dict[Any, Forward] = {}
 
     def variant(module: nn.Module, sizes: Any, shape: torch.Size) -> Forward:
-        key = (type(module), sizes, shape)
-        if key not in made:
-            made[key] = _compiled(type(module).forward, backend)
-        return made[key]
+        key = (type(module), sizes, shape, backend)
+        if key not in _made:
+            _made[key] = _compiled(type(module).forward, backend)
+        return _made[key]
 
     found: list[tuple[nn.Module, str, Forward]] = []
     for module in base.modules():

@@ -141,6 +141,11 @@ class SantaHandle:
         return self._control.graphs
 
     @property
+    def compiled(self) -> int:
+        """Parts of the model that run under ``torch.compile`` in calls of one token: rounding differs there."""
+        return self._edits.compiled
+
+    @property
     def shadow(self) -> bool:
         """When True, every sampled call also computes dense attention on the same cache and records the error."""
         return self._control.shadow

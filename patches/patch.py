@@ -11,7 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from latent_santa.config import SantaConfig
 
+from .compiled import compile_parts
 from .control import Control
+from .experts import experts_stay
 from .families import base_model, check, find_adapters
 from .generating import wrapped
 from .handle import SantaHandle, checked_settings
@@ -26,6 +28,7 @@ def patch(
     *,
     preset: str | None = None,
     graphs: str = "auto",
+    compile: bool = False,
     **overrides: Any,
 ) -> SantaHandle:
     """Patch a loaded model so that decoding reads sampled teams of cache rows.
@@ -39,6 +42,8 @@ def patch(
         graphs: ``"auto"`` captures a decoding step on a CUDA device as one graph and replays it for the tokens that
             follow, with the same result; a step that cannot be captured runs launch by launch, and ``report()`` says
             why. ``"on"`` refuses such a step instead, and ``"off"`` captures none.
+        compile: put norms, MLPs, routers and the rotary embedding under ``torch.compile`` in calls of one token.
+            Outputs then differ by rounding, and the first decoding step of each batch size takes seconds longer.
         **overrides: fields of :class:`SantaConfig` to change, such as ``budget=256``.
 
     Returns:
@@ -47,7 +52,8 @@ def patch(
     Raises:
         TypeError: ``model`` is no transformers model, or ``config`` no :class:`SantaConfig`.
         ValueError: a setting is invalid.
-        RuntimeError: the model is patched already, or the backend or the graphs that were asked for cannot run here.
+        RuntimeError: the model is patched already, or the backend, the graphs or the compiler that were asked for
+            cannot run here.
         NotImplementedError: the model is of a kind that is not supported; it is left unchanged.
     """
     if isinstance(model, nn.Module) and _find(model) is not None:
@@ -64,7 +70,8 @@ def patch(
     settings = checked_settings(adapters, config, SantaConfig(), overrides)
     check(model, adapters)
     control = Control(base_model(model, adapters), adapters, settings, graphs)
-    return SantaHandle(model, control, Edits(model, control))
+    parts = compile_parts(control.base) if compile else []
+    return SantaHandle(model, control, Edits(model, control, parts))
 
 
 def handle(model: nn.Module) -> SantaHandle:
@@ -99,10 +106,15 @@ def _find(model: nn.Module) -> SantaHandle | None:
 
 
 class Edits:
-    """What the patch set on a model, in order, with what stood there before."""
+    """What the patch set on a model, in order, with what stood there before.
 
-    def __init__(self, model: PreTrainedModel, control: Control) -> None:
+    Attributes:
+        compiled: parts of the model under ``torch.compile``.
+    """
+
+    def __init__(self, model: PreTrainedModel, control: Control, parts: list[tuple[nn.Module, str, Any]]) -> None:
         global _patched_models
+        self.compiled = len(parts)
         self._undo: list[tuple[Any, str, bool, Any]] = []
         ALL_ATTENTION_FUNCTIONS[NAME] = attention_forward
         _patched_models += 1
@@ -125,8 +137,11 @@ class Edits:
                 model.register_forward_pre_hook(control.asked, with_kwargs=True),
                 model.register_forward_hook(control.answered, always_call=True),
             ]
-        for name, replacement in wrapped(model, control).items():
+        stay = experts_stay(model) if control.graphs.mode != "off" else {}
+        for name, replacement in (wrapped(model, control) | stay).items():
             self._set(model, name, replacement)
+        for part, name, replacement in parts:
+            self._set(part, name, replacement)
 
     def _set(self, target: Any, name: str, value: Any) -> None:
         self._undo.append((target, name, name in target.__dict__, target.__dict__.get(name)))

@@ -36,6 +36,8 @@ def report(handle: SantaHandle, control: Control) -> str:
     )
     if handle.graphs.mode != "off":
         console.print(f"graphs: {_graphs(handle.graphs)}")
+    if handle.compiled:
+        console.print(f"compiled: {handle.compiled} parts in calls of one token; outputs differ by rounding")
     for line in _notes(handle, control):
         console.print(line)
     equation = EQUATIONS.get(handle.layout, "units of its layout")

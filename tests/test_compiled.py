@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 
 import pytest
 import torch
 
+import latent_santa
 from latent_santa.patches import compiled
+from latent_santa.patches.patch import Edits
 
 from .tiny_models import assert_same, generate, prompt, tiny_model
 
@@ -65,3 +69,20 @@ def test_a_part_that_somebody_replaced_is_left_alone():
     model.model.norm.__dict__["forward"] = own = torch.nn.Identity()
     parts = compiled.compile_parts(model.base_model, "eager")
     assert model.model.norm not in [module for module, _, _ in parts] and model.model.norm.forward is own
+
+
+def test_patch_compiles_and_unpatch_puts_everything_back(monkeypatch):
+    monkeypatch.setattr(
+        sys.modules[Edits.__module__], "compile_parts", functools.partial(compiled.compile_parts, backend="eager")
+    )
+    model = tiny_model("qwen2")
+    before = [dict(module.__dict__) for module in model.modules()]
+    with latent_santa.patch(model, budget=16, parents="contiguous") as santa:
+        wanted, rows = generate(model, prompt(30), 3), santa.access.totals()
+        assert santa.compiled == 0 and "compiled" not in santa.report()
+    with latent_santa.patch(model, budget=16, parents="contiguous", compile=True) as santa:
+        assert_same(generate(model, prompt(30), 3), wanted)
+        assert santa.access.totals() == rows
+        # four norms with the last one's, two MLPs and the rotary embedding
+        assert santa.compiled == 5 + 2 + 1 and "compiled: 8 parts in calls of one token" in santa.report()
+    assert [dict(module.__dict__) for module in model.modules()] == before

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import latent_santa
 from latent_santa.patches import experts
 
 from .tiny_models import tiny_model
@@ -76,3 +77,12 @@ def test_a_model_without_experts_has_nothing_to_keep():
     model = tiny_model("qwen2")
     assert experts.reason_not(model) == "it has no routed experts"
     assert experts.while_decoding(model) == []
+
+
+def test_patch_keeps_them_unless_graphs_are_off(model, on_gpu):
+    on_gpu(model)
+    with latent_santa.patch(model):
+        assert experts.while_decoding(model) == ["grouped_mm"]
+    assert experts.while_decoding(model) == ["batched_mm"]
+    with latent_santa.patch(model, graphs="off"):
+        assert experts.while_decoding(model) == ["batched_mm"]
