@@ -32,7 +32,7 @@ _LITERALS: dict[str, Any] = {
     "routing_dtype": RoutingDtype,
     "first_token": FirstToken,
 }
-POSITIVE = ("parent_size", "representatives", "budget", "parents_per_head")
+POSITIVE = ("parent_size", "representatives", "budget", "parents_per_head", "hash_bits", "hash_tables")
 NON_NEGATIVE = ("seed", "kmeans_seed")
 
 
@@ -60,7 +60,7 @@ class SantaConfig:
             (Algorithm 1); ``"santa"`` scans every key and draws rows with replacement; ``"gumbel_rows"`` scans every
             key and samples rows without replacement; ``"centroid"`` routes clusters of ``parent_size`` rows by their
             mean key (Appendix B.2); ``"dense"`` is the model's own attention through the same patch and cache. The
-            others are baselines, which attend what they choose without correction; each one's module has its rule.
+            others are baselines; each one's module has its rule.
         parents: how prompt rows are first grouped: ``"kmeans"`` (Algorithm 3) or ``"contiguous"`` (Algorithm 4).
         parent_size: P, nominal rows per parent. For ``"centroid"`` it is B, the nominal cluster size.
         representatives: R, most representatives (and so teams) per parent. Must divide P.
@@ -74,6 +74,7 @@ class SantaConfig:
         parent_summary: what stands for a parent in the first stage: its ``"mean"`` key, or also its keys' spread around
             it, equal in all dimensions (``"isotropic"``, one number more) or not (``"diagonal"``, one vector more).
         draws: how ``"santa"`` draws its S rows: ``"independent"``, or ``"systematic"`` from one uniform per head.
+        hash_bits, hash_tables: K bits in each of L tables, by which ``"magicpig"`` samples rows.
         seed: base seed of the sampling noise, below 2**64.
         kmeans_seed: seed of the k-means parents, below 2**32.
         kmeans_engine: ``"sklearn"`` is the reference, ``"torch"`` the batched engine; ``"auto"`` takes PyTorch for
@@ -100,6 +101,8 @@ class SantaConfig:
     parents_per_head: int = 64
     parent_summary: ParentSummary = "mean"
     draws: Draws = "independent"
+    hash_bits: int = 10
+    hash_tables: int = 150
     seed: int = 0
     kmeans_seed: int = 0
     kmeans_engine: KMeansEngine = "auto"

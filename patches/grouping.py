@@ -71,9 +71,12 @@ def _extended(
 def _coded(teams: Teams, earlier: Teams | None, config: SantaConfig) -> Teams:
     """The teams with what routing reads in the configured representation, like ``earlier`` teams of the layer."""
 
+    # what other methods keep in place of routing keys may be no keys at all
+    routing_dtype = config.used().get("routing_dtype", "model")
+
     def coded(new: Teams | ParentRecords, old: Teams | ParentRecords | None, keys: str) -> tuple[RoutingKeys, ...]:
         held = None if old is None else getattr(old, keys)
-        return quantise_parts(getattr(new, keys), config.routing_dtype, new.sizes > 0, held)
+        return quantise_parts(getattr(new, keys), routing_dtype, new.sizes > 0, held)
 
     parents = teams.parents
     if parents is not None:

@@ -109,14 +109,16 @@ class PatchedLayer:
 
     def _unit(self, step: DecodeStep) -> Unit:
         settled = self._settle(step)
-        return METHODS[self.control.config.method].unit(step.rows, None) if settled is None else settled.unit
+        if settled is None:
+            return METHODS[self.control.config.method].unit(step.rows, None, self.control.config)
+        return settled.unit
 
     def _settle(self, step: DecodeStep) -> _Settled | None:
         config, settled = self.control.config, self._settled
         if step.teams is None:
             return None
         if settled is None or settled.teams() is not step.teams or settled.config is not config:
-            unit = METHODS[config.method].unit(step.rows, step.teams)
+            unit = METHODS[config.method].unit(step.rows, step.teams, config)
             settled = self._settled = _Settled(weakref.ref(step.teams), config, unit, None)
         return settled
 

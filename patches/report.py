@@ -81,6 +81,8 @@ def _described(config: SantaConfig) -> str:
         parts.append(f"R={config.representatives}")
     if "budget" in used:
         parts.append(f"S={config.budget} (K={config.teams_per_head})")
+    if "hash_bits" in used:
+        parts.append(f"K={config.hash_bits} bits, L={config.hash_tables} tables")
     if "estimator" in used:
         parts.append(config.estimator)
     if used.get("routing") == "two_stage":

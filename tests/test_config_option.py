@@ -32,6 +32,7 @@ def parsed(*words: str) -> argparse.Namespace:
         {"method": "quest", "parent_size": 32, "budget": 64},
         {"noise": "shared", "backend": "torch", "kmeans_engine": "torch", "kmeans_seed": 3},
         {"method": "santa", "budget": 20, "draws": "systematic"},
+        {"method": "magicpig", "hash_bits": 8, "hash_tables": 75, "seed": 2},
         {"method": "dense"},
     ],
 )

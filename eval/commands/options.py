@@ -208,6 +208,8 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
         default="independent",
         help="Gumbel noise: one draw per head (independent), or one that the heads of a group have in common (shared)",
     )
+    add("--hash-bits", type=values(int, "8,10"), default="10", help="K of magicpig: bits per hash table")
+    add("--hash-tables", type=values(int, "75,150"), default="150", help="L of magicpig: hash tables")
     add(
         "--draws",
         default="independent",
@@ -283,7 +285,8 @@ def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig
         named = (dict(zip(("parents_per_head", "parent_summary"), part, strict=False)) for part in product(*axes))
         routing += [{"routing": kind, **fields} for fields in named]
     sizes = (teams, args.centroid_sizes)
-    return expand(base, args.methods, args.budgets, args.estimators, args.parents, *sizes, routing, args.noise)
+    hashes = [{"hash_bits": k, "hash_tables": n} for k, n in product(args.hash_bits, args.hash_tables)]
+    return expand(base, args.methods, args.budgets, args.estimators, args.parents, *sizes, routing, args.noise, hashes)
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

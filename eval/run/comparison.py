@@ -111,7 +111,7 @@ def run_condition(
     return Outcome(
         name=name(condition),
         budget=swept(condition)["budget"],
-        teams_per_head=None if condition.method == "dense" else condition.teams_per_head,
+        teams_per_head=condition.teams_per_head if "budget" in condition.used() else None,
         answer=tokenizer.decode(tokens, skip_special_tokens=True),
         tokens=tokens,
         rows=rows,

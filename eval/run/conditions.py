@@ -13,8 +13,9 @@ from latent_santa.eval.errors import EvalError
 from latent_santa.methods import METHODS
 
 TWO_STAGES = ("routing", "parents_per_head", "parent_summary")
+HASHES = ("hash_bits", "hash_tables")
 # Fields in which the settings of one run differ; the others are equal in all of them.
-SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator", "noise", *TWO_STAGES)
+SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator", "noise", *TWO_STAGES, *HASHES)
 
 _NAMES = {"dense": "dense (SDPA)", "santa": "SANTA", "santa++": "SANTA++", "kmeans": "k-means"}
 
@@ -45,6 +46,8 @@ def name(config: SantaConfig) -> str:
         words += [parents, f"{config.parent_size}/{config.representatives}"]
     elif own["parent_size"]:
         words += [f"B={config.parent_size}", *([parents] if own["parents"] else [])]
+    if own["hash_bits"]:
+        words.append(f"K={config.hash_bits} L={config.hash_tables}")
     if own["estimator"]:
         words.append(config.estimator.replace("_", " "))
     if own["noise"]:
@@ -119,6 +122,7 @@ def expand(
     centroid_sizes: Sequence[int],
     routing: Sequence[Mapping[str, Any]] = ({},),
     noise: Sequence[str] = (),
+    hashes: Sequence[Mapping[str, Any]] = ({},),
 ) -> tuple[SantaConfig, ...]:
     """All conditions of a run, dense first, each method with the settings that it uses.
 
@@ -127,6 +131,7 @@ def expand(
     teams    pairs (P, R)
     routing  fields that say how teams are routed, such as {"routing": "two_stage", "parents_per_head": 64}
     noise    kinds of noise; none given: the base's
+    hashes   fields that say how rows are hashed, such as {"hash_bits": 10, "hash_tables": 150}
 
     Raises EvalError naming what is wrong.
     """
@@ -152,6 +157,7 @@ def expand(
             [{"estimator": value} for value in estimators] if "estimator" in own else [{}],
             [{"noise": value} for value in noise] or [{}] if "noise" in own else [{}],
             [dict(fields) for fields in routing] if "routing" in own else [{}],
+            [dict(fields) for fields in hashes] if "hash_bits" in own else [{}],
             [{"budget": value} for value in budgets] if "budget" in own else [{}],
         ]
         for parts in product(*axes):

@@ -5,6 +5,7 @@ from .base import Method
 from .centroid import Centroid
 from .dense import Dense
 from .gumbel_rows import GumbelRows
+from .magicpig import MagicPIG
 from .oracle_rows import OracleRows
 from .oracle_teams import OracleTeams
 from .page_mean import PageMean
@@ -31,6 +32,7 @@ METHODS: dict[str, Method] = {
         PageMean(),
         RopeBlocks(),
         StreamingLLM(),
+        MagicPIG(),
         AbsorbedDense(),
         Dense(),
     )

@@ -76,6 +76,6 @@ class Method:
         """Whether the step selects everything there is, which makes it dense attention."""
         return step.teams is not None and step.teams.M <= self.teams_per_head(config)
 
-    def unit(self, rows: Rows, teams: Teams | None) -> Unit:
+    def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
         """What one counted row costs (Equations 13 and 14)."""
         return attended_unit(rows, teams)

@@ -35,7 +35,7 @@ class GumbelRows(Method):
     def full(self, step: DecodeStep, config: SantaConfig) -> bool:
         return step.rows.length - step.suffix.index.numel() <= config.budget
 
-    def unit(self, rows: Rows, teams: Teams | None) -> Unit:
+    def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
         return scanned_unit(rows)
 
 

@@ -53,7 +53,7 @@ class OracleTeams(TopTeams):
         keys = [part[:, :, : teams.length] for part in step.rows.keys]
         return log_masses(scores(step.query, keys, step.scale), teams)
 
-    def unit(self, rows: Rows, teams: Teams | None) -> Unit:
+    def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
         return scanned_unit(rows)
 
 

@@ -51,8 +51,8 @@ class Quest(Pages):
         output = super().attend(step, config, choose)
         return replace(output, routing=2 * output.routing)
 
-    def unit(self, rows: Rows, teams: Teams | None) -> Unit:
-        both = super().unit(rows, teams)  # a page's two vectors are counted as two
+    def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
+        both = super().unit(rows, teams, config)  # a page's two vectors are counted as two
         return replace(both, routing_bytes=both.routing_bytes // 2)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -26,6 +27,9 @@ from ..rows import Rows, scores
 from ..step import DecodeStep
 from ..teams import Teams
 from .page_mean import PageMean
+
+if TYPE_CHECKING:
+    from ..config import SantaConfig
 
 
 class RopeBlocks(PageMean):
@@ -40,6 +44,6 @@ class RopeBlocks(PageMean):
     def page_scores(self, step: DecodeStep, pages: Teams) -> Tensor:
         return scores(step.query[-1:], [pages.routing_keys[-1].float()], step.scale).mean(2, keepdim=True)
 
-    def unit(self, rows: Rows, teams: Teams | None) -> Unit:
+    def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
         dims = [part.shape[-1] for part in rows.keys]
-        return replace(super().unit(rows, teams), routing=Fraction(dims[-1], sum(dims)))
+        return replace(super().unit(rows, teams, config), routing=Fraction(dims[-1], sum(dims)))

@@ -41,7 +41,7 @@ class Santa(Method):
     def full(self, step: DecodeStep, config: SantaConfig) -> bool:
         return False  # draws with replacement never cover every row
 
-    def unit(self, rows: Rows, teams: Teams | None) -> Unit:
+    def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
         return scanned_unit(rows)
 
 
