@@ -16,8 +16,8 @@ __all__ = ["BACKEND", "Workspace", "reason_not", "sampled_attention", "scratch",
 
 
 def sampled_attention(step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None) -> Output:
-    """SANTA++ for one decoding step of one layer (Algorithm 1), or its pooled form. Four launches, pooled five; no
-    synchronisation.
+    """SANTA++ for one decoding step of one layer (Algorithm 1), or its pooled form. Four launches, pooled five; in
+    two stages six and seven; no synchronisation.
 
     A float32 query over 16-bit rows is fed to the tensor cores as two 16-bit parts, and so are the softmax weights,
     so that scores and output keep about float32's precision. A query in the rows' own dtype takes one part each.
@@ -27,7 +27,7 @@ def sampled_attention(step: DecodeStep, sampling: Sampling, workspace: Workspace
     Args:
         step: the query in float32 or the rows' dtype; rows with a contiguous last dimension and any other strides;
             routing keys in the cache's dtype or in codes (:mod:`latent_santa.routing_keys`).
-        sampling: K, estimator and noise.
+        sampling: K, estimator and noise, and K1 of two stages.
         workspace: scratch kept between steps; None takes the current stream's own.
 
     Raises:

@@ -8,14 +8,17 @@ import triton.language as tl
 from .device import wait
 
 
-@triton.jit(do_not_specialize=["shares"])
+@triton.jit(do_not_specialize=["shares", "K", "K2"])
 def combine_kernel(
-    part_out, part_max, part_sum, part_rows, count, out, lse, counts, K, shares, G, H, GROUPS, V: tl.constexpr,
-    BV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_max, part_sum, part_rows, count, teams_scored, out, lse, counts, K, K2, VECTORS, shares, TILES, G, H,
+    GROUPS, V: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, TWO: tl.constexpr,
+    ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (value block, h, sequence * G + group) weighs the shares' sums by exp(part_max - their maximum).
 
-    Writes ``out (B G, H, V)``, ``lse (B G, H)`` and ``counts (3, B G)`` int64: routing, union and suffix rows.
+    Writes ``out (B G, H, V)``, ``lse (B G, H)`` and ``counts (3, B G)`` int64: routing, union and suffix rows. Routing
+    scored all ``count (B G)`` teams for K, unless ALL; if TWO it scored ``count`` parents with VECTORS each for K, and
+    for K2 the teams whose numbers by tile are ``teams_scored (B G, TILES)``. Where there are K or fewer, it drew none.
     """
     i_h = tl.program_id(1)
     i_bg = tl.program_id(2)
@@ -46,7 +49,13 @@ def combine_kernel(
             b_union = tl.load(part_rows + (i_bg.to(tl.int64) * shares + i_share) * 2, mask=m_share, other=0)  # [NS]
             b_suffix = tl.load(part_rows + (i_bg.to(tl.int64) * shares + i_share) * 2 + 1, mask=m_share, other=0)
             n = tl.load(count + i_bg)
-            routed = tl.where((n > K) & (not ALL), n, 0)
+            routed = tl.where((n > K) & (not ALL), n * VECTORS, 0)
+            if TWO:
+                scored = 0
+                for start in range(0, TILES, BS):
+                    i_tile = start + tl.arange(0, BS)
+                    scored += tl.sum(tl.load(teams_scored + i_bg * TILES + i_tile, mask=i_tile < TILES, other=0), 0)
+                routed += tl.where(scored > K2, scored, 0)
             tl.store(counts + i_bg, routed.to(tl.int64))
             tl.store(counts + GROUPS + i_bg, tl.sum(b_union.to(tl.int64), 0))
             tl.store(counts + 2 * GROUPS + i_bg, tl.sum(b_suffix.to(tl.int64), 0))

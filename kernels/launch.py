@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +21,8 @@ from .device import launches_early, processors, shared_memory
 from .plan import Shapes, candidate_blocks, candidates, list_capacity, mask_words, padded_teams, power
 from .pool import pool_kernel
 from .route import route_kernel
-from .select import select_kernel
+from .select import TEAMS, select_kernel
+from .support import two_stages
 from .workspace import Workspace, own_scratch
 
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -32,14 +34,20 @@ def run(step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None
     workspace = default_workspace(device) if workspace is None else workspace
     # Triton launches on the current device; threads on one stream share scratch, and so take turns
     with current(device), workspace.lock:
-        launches = Launches(step, sampling, workspace)
-        if not launches.everything:
-            launches.route()
-            launches.select()
-            if sampling.pooled:
-                launches.pool()
+        launches = launches_of(step, sampling, workspace)
+        for launch in launches.routing().values():
+            launch()
         launches.attend()
         return launches.combine()
+
+
+def launches_of(step: DecodeStep, sampling: Sampling, workspace: Workspace) -> Launches:
+    """The launches of a step, in two stages where K1 leaves parents out."""
+    if two_stages(step, sampling):
+        from .launch_two_stage import TwoStageLaunches
+
+        return TwoStageLaunches(step, sampling, workspace)
+    return Launches(step, sampling, workspace)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
@@ -64,9 +72,10 @@ class Launches:
     """One step's arguments, and a method for each launch.
 
     Attributes:
-        everything: no sequence can have more than K teams, so none is scored (Algorithm 1, lines 3-5): only
-            :meth:`attend` and :meth:`combine` are to be launched.
+        everything: no sequence can have more than K teams, so none is scored (Algorithm 1, lines 3-5).
     """
+
+    two_stage = False
 
     def __init__(self, step: DecodeStep, sampling: Sampling, workspace: Workspace) -> None:
         assert step.teams is not None, "the kernels sample teams"
@@ -94,8 +103,9 @@ class Launches:
             most_rows=step.teams.most_rows(step.heads * sampling.k),
             processors=processors(device),
             shared_memory=shared_memory(device),
+            **self._parent_shapes(),
         )
-        self.everything = step.teams.M <= sampling.k
+        self.everything = not self.two_stage and step.teams.M <= sampling.k
         group, head = step.draw.first
         self.quad = group * GROUP_STRIDE + (0 if sampling.shared else head // 4)
         self.plan, self.buffers = workspace.prepared(self.shapes, device)
@@ -106,106 +116,155 @@ class Launches:
         the others may start early."""
         return {"num_warps": warps, "launch_pdl": True} if self.early and not first else {"num_warps": warps}
 
+    def _parent_shapes(self) -> dict[str, int]:
+        """What :class:`Shapes` takes of the parents."""
+        return {}
+
+    def routing(self) -> dict[str, Callable[[], None]]:
+        """The launches before :meth:`attend`, by name and in order."""
+        if self.everything:
+            return {}
+        pool = {"pool": self.pool} if self.sampling.pooled else {}
+        return {"route": self.route, "select": self.select, **pool}
+
+    def _scoring(self, keys: tuple[RoutingKeys, ...]) -> dict[str, Any]:
+        """Arguments of a launch that scores routing keys."""
+        s, p, (first, second) = self.shapes, self.plan, (keys[0], keys[-1])
+        return {
+            "query0": self.query[0],
+            "query1": self.query[-1],
+            "keys0": first.codes,
+            "keys1": second.codes,
+            "scales0": _scales(first),
+            "scales1": _scales(second),
+            "key": self.step.draw.key,
+            "step": self.step.draw.step,
+            "scale": self.step.scale,
+            "quad": self.quad,
+            "query0_strides": self.query[0].stride()[:3],
+            "query1_strides": self.query[-1].stride()[:3],
+            "keys0_strides": first.codes.stride()[:3],
+            "keys1_strides": second.codes.stride()[:3],
+            "G": s.groups,
+            "H": s.heads,
+            "WORDS": mask_words(s.heads),
+            "D0": s.dims[0],
+            "D1": s.dims[-1],
+            "DC0": min(p.route_dims, power(s.dims[0], 16)),
+            "DC1": min(p.route_dims, power(s.dims[-1], 16)),
+            "T": p.route_teams,
+            "HB": p.route_heads,
+            "LATENT": s.latent,
+            "SPLIT": s.split,
+            "SHARED": self.sampling.shared,
+            "BITS": 16 if first.scales is None else first.bits,
+            "GROUP0": first.group,
+            "GROUP1": second.group,
+            "STAGES": p.route_stages,
+            "DTYPE": ELEMENT[s.dtype],
+            "PDL": self.early,
+            "num_stages": p.route_stages,
+        }
+
     def route(self) -> None:
         """Lines 7-8: score the representatives and add noise."""
-        s, p, b, teams, draw = self.shapes, self.plan, self.buffers, self.teams, self.step.draw
-        first, second = teams.routing_keys[0], teams.routing_keys[-1]
+        s, p, b, teams = self.shapes, self.plan, self.buffers, self.teams
+        padded, nothing = padded_teams(s.teams), b.union
         route_kernel[(ceil_div(s.teams, p.route_teams), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
-            query0=self.query[0],
-            query1=self.query[-1],
-            keys0=first.codes,
-            keys1=second.codes,
-            scales0=_scales(first),
-            scales1=_scales(second),
+            **self._scoring(teams.routing_keys),
+            spread0=nothing,
+            spread1=nothing,
             sizes=teams.sizes,
             count=teams.count,
-            key=draw.key,
-            step=draw.step,
             phi=b.phi,
             noisy=b.noisy,
             tops=b.tops,
             flags=b.flags,
-            scale=self.step.scale,
-            layer=draw.layer,
-            quad=self.quad,
-            query0_strides=self.query[0].stride()[:3],
-            query1_strides=self.query[-1].stride()[:3],
-            keys0_strides=first.codes.stride()[:3],
-            keys1_strides=second.codes.stride()[:3],
+            union=nothing,
+            of_team=nothing,
+            first_team=nothing,
+            team_flags=nothing,
+            layer=self.step.draw.layer,
+            spread0_strides=(0, 0, 0),
+            spread1_strides=(0, 0, 0),
             M=s.teams,
-            MP=padded_teams(s.teams),
-            G=s.groups,
-            H=s.heads,
-            WORDS=mask_words(s.heads),
-            D0=s.dims[0],
-            D1=s.dims[-1],
-            DC0=min(p.route_dims, power(s.dims[0], 16)),
-            DC1=min(p.route_dims, power(s.dims[-1], 16)),
-            T=p.route_teams,
-            HB=p.route_heads,
-            LATENT=s.latent,
-            SPLIT=s.split,
-            SHARED=self.sampling.shared,
-            BITS=s.bits,
-            GROUP0=first.group,
-            GROUP1=second.group,
+            MP=padded,
+            TEAMS=0,
+            TEAMS_PADDED=0,
             BLOCK=p.block,
-            STAGES=p.route_stages,
-            DTYPE=ELEMENT[s.dtype],
             PHI=self.sampling.pooled,
-            PDL=self.early,
-            num_stages=p.route_stages,
+            PARENTS=False,
+            SPREAD="mean",
             **self._options(p.route_warps, first=True),
         )
 
+    def _selecting(self, places: int, k: int, block: int, coarse: int) -> dict[str, Any]:
+        """Arguments of a launch that selects K of so many scores."""
+        s, draw = self.shapes, self.step.draw
+        return {
+            "key": draw.key,
+            "step": draw.step,
+            "quad": self.quad,
+            "K": k,
+            "PLACES": padded_teams(places),
+            "G": s.groups,
+            "H": s.heads,
+            "WORDS": mask_words(s.heads),
+            "BLOCK": block,
+            "NT": power(padded_teams(places) // block),
+            "COARSE": coarse,
+            "NB": candidate_blocks(k),
+            "ROOM": candidates(k),
+            "POOLED": self.sampling.pooled,
+            "SHARED": self.sampling.shared,
+            "PDL": self.early,
+            **self._options(self.plan.select_warps),
+        }
+
     def select(self) -> None:
         """Lines 9-11: find every head's threshold, flag its teams and write their corrections."""
-        s, p, b, draw = self.shapes, self.plan, self.buffers, self.step.draw
-        padded = padded_teams(s.teams)
+        s, p, b = self.shapes, self.plan, self.buffers
+        nothing = b.union
         select_kernel[(s.heads, s.batch * s.groups)](
+            **self._selecting(s.teams, s.teams_per_head, p.block, p.coarse),
             tops=b.tops,
             noisy=b.noisy,
             flags=b.flags,
+            union=nothing,
             corrections=b.corrections,
             count=self.teams.count,
-            key=draw.key,
-            step=draw.step,
+            listed_teams=nothing,
+            listed_parents=nothing,
+            parent_log_c=nothing,
             blocks=b.blocks,
             found=b.found,
             tau=b.tau,
             kth=b.kth,
-            layer=draw.layer,
-            quad=self.quad,
-            K=self.sampling.k,
-            MP=padded,
-            G=s.groups,
-            H=s.heads,
-            WORDS=mask_words(s.heads),
-            BLOCK=p.block,
-            NT=power(padded // p.block),
-            COARSE=p.coarse,
-            NB=candidate_blocks(self.sampling.k),
-            ROOM=candidates(self.sampling.k),
-            SHARED=self.sampling.shared,
-            PDL=self.early,
-            **self._options(p.select_warps),
+            layer=self.step.draw.layer,
+            MP=padded_teams(s.teams),
+            CP=0,
+            OF=TEAMS,
         )
 
     def pool(self) -> None:
         """One correction per team for all heads (pooled only)."""
         s, p, b = self.shapes, self.plan, self.buffers
-        pool_kernel[(ceil_div(s.teams, p.pool_teams), s.batch * s.groups)](
+        pool_kernel[(ceil_div(s.places, p.pool_teams), s.batch * s.groups)](
             phi=b.phi,
             tau=b.tau,
             kth=b.kth,
             flags=b.flags,
-            count=self.teams.count,
+            count=b.places if self.two_stage else self.teams.count,
+            listed_teams=b.listed_teams,
+            listed_log_c=b.listed_log_c,
             pooled=b.pooled,
+            PLACES=padded_teams(s.places),
             MP=padded_teams(s.teams),
             H=s.heads,
             WORDS=mask_words(s.heads),
             T=p.pool_teams,
             HB=min(power(s.heads), 32),
+            LISTED=self.two_stage,
             SHARED=self.sampling.shared,
             PDL=self.early,
             **self._options(4),
@@ -282,11 +341,10 @@ class Launches:
             part_max=b.part_max,
             part_sum=b.part_sum,
             part_rows=b.part_rows,
-            count=self.teams.count,
+            **self._counting(),
             out=out,
             lse=lse,
             counts=counts,
-            K=self.sampling.k,
             shares=p.shares,
             G=s.groups,
             H=s.heads,
@@ -295,11 +353,19 @@ class Launches:
             BV=p.combine_values,
             NS=power(p.shares),
             BS=p.combine_shares,
+            TWO=self.two_stage,
             ALL=self.everything,
             PDL=self.early,
             **self._options(p.combine_warps),
         )
         return Output(out, lse, counts[0], counts[1], counts[2])
+
+    def _counting(self) -> dict[str, Any]:
+        """Arguments of what routing has scored."""
+        nothing = self.buffers.teams_scored
+        return {
+            "count": self.teams.count, "K": self.sampling.k, "VECTORS": 1, "teams_scored": nothing, "TILES": 0, "K2": 0
+        }  # fmt: skip
 
 
 def _rows_apart(part: Tensor) -> Tensor:

@@ -29,6 +29,18 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def add_product(acc, b_key, b_query, dtype: tl.constexpr, SPLIT: tl.constexpr):
+    """acc ``[T, HB]`` plus keys ``[T, dims]`` times queries ``[HB, dims]``; SPLIT feeds float32 queries as two parts
+    of the keys' dtype."""
+    if SPLIT:
+        b_high, b_low = split(b_query.to(tl.float32), dtype)
+        acc = dot(b_key, tl.trans(b_high), acc)
+        return dot(b_key, tl.trans(b_low), acc)
+    else:
+        return dot(b_key, tl.trans(b_query.to(dtype)), acc)
+
+
+@triton.jit
 def quick_log(x):
     """log(x) by the hardware's base-2 logarithm: absolute error about 2**-22, a fifth of libdevice's instructions."""
     if INTERPRETED:

@@ -28,8 +28,10 @@ class Shapes(NamedTuple):
         latent: two key parts, of which the first is the value too (MLA).
         split: a float32 query over 16-bit rows is fed in two parts.
         bits: of the routing keys; 16 for the rows' own dtype.
+        teams_per_head: K, or K2 of two stages.
         most_rows: an upper bound on the prompt rows of a union.
         shared_memory: what one program may use, in bytes.
+        parents: C of two stages, 0 in one; ``parents_per_head`` is K1, and ``most_teams`` the most of any one parent.
     """
 
     batch: int
@@ -48,6 +50,17 @@ class Shapes(NamedTuple):
     most_rows: int
     processors: int
     shared_memory: int
+    parents: int = 0
+    parents_per_head: int = 0
+    most_teams: int = 0
+
+    @property
+    def places(self) -> int:
+        """Where scores of teams stand: one place each, or in two stages as many for every parent that may be sampled
+        as any parent has teams."""
+        if not self.parents:
+            return self.teams
+        return min(self.parents, self.heads * self.parents_per_head) * power(self.most_teams)
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ class Plan:
     Attributes:
         route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time.
         block: teams under one stored maximum; ``coarse`` maxima of these are compared with one another, 0 where that is
-            impossible.
+            impossible. ``parent_block`` and ``parent_coarse`` are the same of parents.
         attend_rows, attend_heads: rows and heads of an attention tile, in this order if ``attend_tall``; ``shares``
             programs split the rows; ``lanes`` rows are looked at in one go while the list is made.
         combine_values, combine_shares: the tile of partial sums read in one go.
@@ -70,6 +83,8 @@ class Plan:
     route_warps: int = 4
     block: int = 8
     coarse: int = 0
+    parent_block: int = 8
+    parent_coarse: int = 0
     select_warps: int = 4
     pool_teams: int = 256
     attend_rows: int = 32
@@ -123,14 +138,8 @@ def choose(s: Shapes) -> Plan:
     route_teams = 64 if s.bits == 16 or route_heads > 32 else 128
     if s.dtype == torch.float32:
         route_teams, route_heads = 32, min(route_heads, 32)
-    # both lists of the selection are about as long: maxima of blocks, and the scores of the blocks that it looks into
-    block = 8
-    while block < 32 and padded_teams(s.teams) // block > 24 * candidate_blocks(s.teams_per_head):
-        block *= 2
-    # as many coarse maxima as blocks that may reach their (K+1)-st: enough of them that it bounds the threshold tightly
-    coarse = candidate_blocks(s.teams_per_head)
-    if coarse > min(256, padded_teams(s.teams) // block):
-        coarse = 0
+    block, coarse = maxima(s.places, s.teams_per_head)
+    parent_block, parent_coarse = maxima(s.parents, s.parents_per_head)
     tall = heads <= 8
     attend_heads = 8 if tall else min(max(heads, 16), 32)  # selections are read in words of 32 heads
     attend_rows = 64 if wide or sequences < 16 else 32
@@ -147,6 +156,8 @@ def choose(s: Shapes) -> Plan:
         route_warps=8 if route_heads > 32 and not exact else 4,
         block=block,
         coarse=coarse,
+        parent_block=parent_block,
+        parent_coarse=parent_coarse,
         attend_rows=attend_rows,
         attend_heads=attend_heads,
         attend_warps=8 if wide and heads <= 16 else 4,
@@ -158,6 +169,17 @@ def choose(s: Shapes) -> Plan:
         combine_shares=min(power(shares), 128),
     )
     return fitted(s, plan)
+
+
+def maxima(places: int, k: int) -> tuple[int, int]:
+    """The selection's ``block`` and ``coarse`` for K of so many scores."""
+    # both lists of the selection are about as long: maxima of blocks, and the scores of the blocks that it looks into
+    block = 8
+    while block < 32 and padded_teams(places) // block > 24 * candidate_blocks(k):
+        block *= 2
+    # as many coarse maxima as blocks that may reach their (K+1)-st: enough of them that it bounds the threshold tightly
+    coarse = candidate_blocks(k)
+    return block, coarse if coarse <= min(256, padded_teams(places) // block) else 0
 
 
 def _shares(s: Shapes, attend_rows: int, programs: int, tall: bool) -> int:
@@ -185,6 +207,11 @@ def candidates(teams_per_head: int) -> int:
 def padded_teams(teams: int) -> int:
     """M rounded up to whole routing blocks of any size."""
     return ceil_div(teams, 128) * 128
+
+
+def tiles(s: Shapes, p: Plan) -> int:
+    """Routing blocks of the places."""
+    return ceil_div(s.places, p.route_teams)
 
 
 def mask_words(heads: int) -> int:

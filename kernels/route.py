@@ -11,19 +11,8 @@ import triton.language as tl
 
 from .codes import half_float, nibbles
 from .draws import gumbel_tile, sequence_key
-from .maths import dot, load_query, split
-
-
-@triton.jit
-def add_product(acc, b_key, b_query, dtype: tl.constexpr, SPLIT: tl.constexpr):
-    """acc ``[T, HB]`` plus keys ``[T, dims]`` times queries ``[HB, dims]``; SPLIT feeds float32 queries as two parts
-    of the keys' dtype."""
-    if SPLIT:
-        b_high, b_low = split(b_query.to(tl.float32), dtype)
-        acc = dot(b_key, tl.trans(b_high), acc)
-        return dot(b_key, tl.trans(b_low), acc)
-    else:
-        return dot(b_key, tl.trans(b_query.to(dtype)), acc)
+from .maths import add_product, load_query
+from .parents import add_half_variances, prepare_teams
 
 
 @triton.jit
@@ -89,20 +78,89 @@ def add_scores(
         return acc
 
 
+@triton.jit
+def key_scores(
+    query0, query1, keys0, keys1, scales0, scales1, i_key, m_key, i_head, i_b, i_g, first_key, H, query0_strides,
+    query1_strides, keys0_strides, keys1_strides, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr,
+    DC1: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr,
+    GROUP1: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Unscaled scores ``[T, HB]`` of the routing keys ``i_key [T]`` of sequence i_b and group i_g, whose keys follow
+    ``first_key`` others in a contiguous tensor."""
+    T: tl.constexpr = i_key.shape[0]
+    HB: tl.constexpr = i_head.shape[0]
+    p_query0 = query0 + i_b.to(tl.int64) * query0_strides[0] + i_g.to(tl.int64) * query0_strides[1]
+    p_query1 = query1 + i_b.to(tl.int64) * query1_strides[0] + i_g.to(tl.int64) * query1_strides[1]
+    p_keys0 = keys0 + i_b.to(tl.int64) * keys0_strides[0] + i_g.to(tl.int64) * keys0_strides[1]
+    p_keys1 = keys1 + i_b.to(tl.int64) * keys1_strides[0] + i_g.to(tl.int64) * keys1_strides[1]
+    # two 4-bit groups have one word of scales
+    p_scales0 = scales0 + first_key * (D0 // GROUP0 // (2 if BITS == 4 else 1))
+    p_scales1 = scales1 + first_key * (D1 // GROUP1 // (2 if BITS == 4 else 1))
+    acc = tl.zeros((T, HB), tl.float32)  # [T, HB]
+    if LATENT and BITS == 16 and DC1 >= D1:
+        # the rotary part is asked for first and used last, so that the other products hide its latency
+        i_dim = tl.arange(0, DC1)
+        m_rotary = m_key[:, None] & (i_dim < D1)[None, :]
+        b_rotary = tl.load(
+            p_keys1 + i_key.to(tl.int64)[:, None] * keys1_strides[2] + i_dim[None, :], mask=m_rotary, other=0
+        )  # [T, DC1]
+        b_query1 = load_query(p_query1, i_head, i_dim, H, D1, query1_strides[2])  # [HB, DC1]
+        acc = add_scores(
+            acc, p_query0, p_keys0, p_scales0, i_key, m_key, i_head, H, query0_strides[2], keys0_strides[2], D=D0,
+            DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP0, STAGES=STAGES,
+        )  # fmt: skip
+        return add_product(acc, b_rotary, b_query1, DTYPE, SPLIT)
+    else:
+        acc = add_scores(
+            acc, p_query0, p_keys0, p_scales0, i_key, m_key, i_head, H, query0_strides[2], keys0_strides[2], D=D0,
+            DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP0, STAGES=STAGES,
+        )  # fmt: skip
+        if LATENT:
+            acc = add_scores(
+                acc, p_query1, p_keys1, p_scales1, i_key, m_key, i_head, H, query1_strides[2], keys1_strides[2], D=D1,
+                DC=DC1, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP1, STAGES=STAGES,
+            )  # fmt: skip
+        return acc
+
+
+@triton.jit
+def store_scores(
+    b_phi, b_noise, phi, noisy, tops, i_bg, i_tile, first_head, H, MP, BLOCK: tl.constexpr, PHI: tl.constexpr
+):
+    """Line 8, Y_g = phi_g + G_g, at the places i_tile T .. i_tile T + T - 1: noisy scores, block maxima, and phi."""
+    T: tl.constexpr = b_phi.shape[0]
+    HB: tl.constexpr = b_phi.shape[1]
+    b_noisy = b_phi + b_noise  # [T, HB]
+    i_head = first_head + tl.arange(0, HB)  # [HB]
+    i_place = i_tile * T + tl.arange(0, T)  # [T]
+    i_bgh = i_bg.to(tl.int64) * H + i_head  # [HB]
+    m_head = (i_head < H)[None, :]
+    tl.store(noisy + i_bgh[None, :] * MP + i_place[:, None], b_noisy, mask=m_head)
+    if PHI:
+        tl.store(phi + i_bgh[None, :] * MP + i_place[:, None], b_phi, mask=m_head)
+    b_top = tl.max(tl.reshape(b_noisy, (T // BLOCK, BLOCK, HB)), 1)  # [T / BLOCK, HB]
+    i_block = i_tile * (T // BLOCK) + tl.arange(0, T // BLOCK)
+    tl.store(tops + i_bgh[None, :] * (MP // BLOCK) + i_block[:, None], b_top, mask=m_head)
+
+
 @triton.jit(do_not_specialize=["layer", "quad"])
 def route_kernel(
-    query0, query1, keys0, keys1, scales0, scales1, sizes, count, key, step, phi, noisy, tops, flags, scale, layer,
-    quad, query0_strides, query1_strides, keys0_strides, keys1_strides, M, MP, G, H, WORDS, D0: tl.constexpr,
+    query0, query1, keys0, keys1, scales0, scales1, spread0, spread1, sizes, count, key, step, phi, noisy, tops, flags,
+    union, of_team, first_team, team_flags, scale, layer, quad, query0_strides, query1_strides, keys0_strides,
+    keys1_strides, spread0_strides, spread1_strides, M, MP, TEAMS, TEAMS_PADDED, G, H, WORDS, D0: tl.constexpr,
     D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, LATENT: tl.constexpr,
     SPLIT: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PARENTS: tl.constexpr,
+    SPREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, head block, sequence * G + group) scores the teams i T .. i T + T - 1 for HB heads.
+    """Program (i, head block, sequence * G + group) scores the teams i T .. i T + T - 1 for HB heads; or PARENTS, with
+    the delta of their SPREAD ("mean": none).
 
     Writes ``noisy (B G, H, MP)``, if PHI the same without noise to ``phi``, and ``tops (B G, H, MP / BLOCK)``; clears
     ``flags (B G, WORDS, MP)``. All in the blocks that hold a real team; nothing beyond them is read later. Strides are
-    (sequence, group, head) of a query and (sequence, group, team) of keys. ``quad`` is the noise counter of the first
-    quad of heads of the first group.
+    (sequence, group, head) of a query and (sequence, group, team) of keys and spreads. ``quad`` is the noise counter of
+    the first quad of heads of the first group. PARENTS: also clears ``union
+    (B G, MP / 32)``, and of all TEAMS prepares ``first_team (B G, MP)`` and ``team_flags (B G, WORDS, TEAMS_PADDED)``.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -110,6 +168,12 @@ def route_kernel(
     i_b, i_g = i_bg // G, i_bg % G
     n = tl.load(count + i_bg)
     i_tile = tl.program_id(0)
+    if PARENTS and tl.program_id(1) == 0:
+        prepare_teams(
+            of_team + i_bg.to(tl.int64) * TEAMS, first_team + i_bg.to(tl.int64) * MP,
+            team_flags + i_bg.to(tl.int64) * WORDS * TEAMS_PADDED, TEAMS, TEAMS_PADDED, WORDS, i_tile,
+            tl.num_programs(0), LANES=256,
+        )  # fmt: skip
     if i_tile * T < n:
         first_head = tl.program_id(1) * HB
         i_head = first_head + tl.arange(0, HB)  # [HB]
@@ -119,50 +183,29 @@ def route_kernel(
         seed = sequence_key(key, i_b)
         now = tl.load(step + i_b)
         b_size = tl.load(sizes + o_teams + i_team, mask=m_team, other=0)  # [T]
-        p_query0 = query0 + i_b.to(tl.int64) * query0_strides[0] + i_g.to(tl.int64) * query0_strides[1]
-        p_query1 = query1 + i_b.to(tl.int64) * query1_strides[0] + i_g.to(tl.int64) * query1_strides[1]
-        p_keys0 = keys0 + i_b.to(tl.int64) * keys0_strides[0] + i_g.to(tl.int64) * keys0_strides[1]
-        p_keys1 = keys1 + i_b.to(tl.int64) * keys1_strides[0] + i_g.to(tl.int64) * keys1_strides[1]
-        # two 4-bit groups have one word of scales
-        p_scales0 = scales0 + o_teams * (D0 // GROUP0 // (2 if BITS == 4 else 1))
-        p_scales1 = scales1 + o_teams * (D1 // GROUP1 // (2 if BITS == 4 else 1))
-        acc = tl.zeros((T, HB), tl.float32)  # [T, HB]
-        if LATENT and BITS == 16 and DC1 >= D1:
-            # the rotary part is asked for first and used last, so that the other products hide its latency
-            i_dim = tl.arange(0, DC1)
-            m_key = m_team[:, None] & (i_dim < D1)[None, :]
-            b_rotary = tl.load(
-                p_keys1 + i_team.to(tl.int64)[:, None] * keys1_strides[2] + i_dim[None, :], mask=m_key, other=0
-            )  # [T, DC1]
-            b_query1 = load_query(p_query1, i_head, i_dim, H, D1, query1_strides[2])  # [HB, DC1]
-            acc = add_scores(
-                acc, p_query0, p_keys0, p_scales0, i_team, m_team, i_head, H, query0_strides[2], keys0_strides[2],
-                D=D0, DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP0, STAGES=STAGES,
-            )  # fmt: skip
-            acc = add_product(acc, b_rotary, b_query1, DTYPE, SPLIT)
-        else:
-            acc = add_scores(
-                acc, p_query0, p_keys0, p_scales0, i_team, m_team, i_head, H, query0_strides[2], keys0_strides[2],
-                D=D0, DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP0, STAGES=STAGES,
-            )  # fmt: skip
-            if LATENT:
-                acc = add_scores(
-                    acc, p_query1, p_keys1, p_scales1, i_team, m_team, i_head, H, query1_strides[2], keys1_strides[2],
-                    D=D1, DC=DC1, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP1, STAGES=STAGES,
-                )  # fmt: skip
+        acc = key_scores(
+            query0, query1, keys0, keys1, scales0, scales1, i_team, m_team, i_head, i_b, i_g, o_teams, H,
+            query0_strides, query1_strides, keys0_strides, keys1_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1,
+            LATENT=LATENT, SPLIT=SPLIT, BITS=BITS, GROUP0=GROUP0, GROUP1=GROUP1, STAGES=STAGES, DTYPE=DTYPE,
+        )  # fmt: skip
         # line 7: phi_g = log n_g + the scaled score, -inf for padding teams
         b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]
+        if PARENTS and SPREAD != "mean":
+            b_phi = add_half_variances(
+                b_phi, query0, spread0, i_team, m_team, i_head, i_b, i_g, H, scale, query0_strides, spread0_strides,
+                D=D0, DC=DC0, dtype=DTYPE, SPREAD=SPREAD,
+            )  # fmt: skip
+            if LATENT:
+                b_phi = add_half_variances(
+                    b_phi, query1, spread1, i_team, m_team, i_head, i_b, i_g, H, scale, query1_strides,
+                    spread1_strides, D=D1, DC=DC1, dtype=DTYPE, SPREAD=SPREAD,
+                )  # fmt: skip
         b_phi = tl.where((b_size > 0)[:, None], b_phi, float("-inf"))
-        # line 8: Y_g = phi_g + G_g
-        b_noisy = b_phi + gumbel_tile(seed, i_team, quad + i_g * 65536, first_head, now, layer, HB, SHARED)  # [T, HB]
-        i_bgh = i_bg.to(tl.int64) * H + i_head  # [HB]
-        m_head = (i_head < H)[None, :]
-        tl.store(noisy + i_bgh[None, :] * MP + i_team[:, None], b_noisy, mask=m_head)
-        if PHI:
-            tl.store(phi + i_bgh[None, :] * MP + i_team[:, None], b_phi, mask=m_head)
-        b_top = tl.max(tl.reshape(b_noisy, (T // BLOCK, BLOCK, HB)), 1)  # [T / BLOCK, HB]
-        i_block = i_tile * (T // BLOCK) + tl.arange(0, T // BLOCK)
-        tl.store(tops + i_bgh[None, :] * (MP // BLOCK) + i_block[:, None], b_top, mask=m_head)
+        b_noise = gumbel_tile(seed, i_team, quad + i_g * 65536, first_head, now, layer, HB, SHARED)
+        store_scores(b_phi, b_noise, phi, noisy, tops, i_bg, i_tile, first_head, H, MP, BLOCK=BLOCK, PHI=PHI)
         if tl.program_id(1) == 0:
             for i_word in range(WORDS):
                 tl.store(flags + (i_bg.to(tl.int64) * WORDS + i_word) * MP + i_team, tl.zeros((T,), tl.int32))
+            if PARENTS:
+                p_union = union + i_bg.to(tl.int64) * (MP // 32)
+                tl.store(p_union + i_team // 32, tl.zeros((T,), tl.int32), mask=i_team % 32 == 0)

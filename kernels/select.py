@@ -89,18 +89,27 @@ def reaching(x, bound, need, room):
     return m_reach, bound, reached
 
 
+# what a selection draws from
+TEAMS, PARENTS, LISTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
 @triton.jit
-def mark(p_flags, p_corrections, i_team, i_h, H, MP, b_log_c, m_team):
-    """Enter the teams of a head in the union, 32 heads per word, with the head's log corrections."""
+def mark(p_flags, p_union, p_corrections, i_team, i_h, H, MP, b_log_c, m_team, OF: tl.constexpr):
+    """Enter the teams of a head in the union, 32 heads per word, with the head's log corrections; parents also among
+    the union's bits."""
     bit = (tl.zeros_like(i_team) + 1) << (i_h % 32)
     tl.atomic_or(p_flags + (i_h // 32) * MP + i_team, bit, mask=m_team, sem="relaxed")
     tl.store(p_corrections + i_team * H, b_log_c, mask=m_team)
+    if OF == PARENTS:
+        bit = (tl.zeros_like(i_team) + 1) << (i_team % 32)
+        tl.atomic_or(p_union + i_team // 32, bit, mask=m_team, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["layer", "quad", "K"])
 def select_kernel(
-    tops, noisy, flags, corrections, count, key, step, blocks, found, tau, kth, layer, quad, K, MP, G, H, WORDS,
-    BLOCK: tl.constexpr, NT: tl.constexpr, COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr,
+    tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, blocks,
+    found, tau, kth, layer, quad, K, PLACES, MP, CP, G, H, WORDS, BLOCK: tl.constexpr, NT: tl.constexpr,
+    COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr, OF: tl.constexpr, POOLED: tl.constexpr,
     SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, sequence * G + group). NT holds a head's block maxima and COARSE their coarse ones (0: no bound is
@@ -109,26 +118,38 @@ def select_kernel(
     Writes ``tau, kth (B G, H)`` float32, the (K+1)-st and K-th largest scores, -inf where the sequence has no more
     than K teams; adds the head's bit to ``flags (B G, WORDS, MP)`` and its log c_g to ``corrections (B G, MP, H)``
     for its selected teams. ``blocks (B G, H, NB)`` and ``found (B G, H, ROOM)`` are scratch.
+
+    OF TEAMS a team's place among the PLACES scores is its number. OF PARENTS the same holds of parents, and their bits
+    are added to ``union (B G, MP / 32)``. OF LISTED teams the list ``listed_teams (B G, PLACES)`` has their numbers,
+    ``listed_parents`` their parents, and ``parent_log_c (B G, CP, H)`` the log c_p that is added to log c_g.
     """
     i_h = tl.program_id(0)
     i_bg = tl.program_id(1)
     i_b, i_g = i_bg // G, i_bg % G
-    n = tl.load(count + i_bg)
     seed = sequence_key(key, i_b)
     now = tl.load(step + i_b)
     i_bgh = i_bg.to(tl.int64) * H + i_h
-    p_tops = tops + i_bgh * (MP // BLOCK)
-    p_noisy = noisy + i_bgh * MP
+    p_tops = tops + i_bgh * (PLACES // BLOCK)
+    p_noisy = noisy + i_bgh * PLACES
     p_corrections = corrections + i_bg.to(tl.int64) * MP * H + i_h
     p_flags = flags + i_bg.to(tl.int64) * WORDS * MP
+    p_union = union + i_bg.to(tl.int64) * (MP // 32)
     p_blocks = blocks + i_bgh * NB
     p_found = found + i_bgh * ROOM
-    wait(PDL)
-    if n <= K:
+    if OF == LISTED:
+        # fewer teams than K are selected like any: their threshold is -inf
+        wait(PDL)
+        n = tl.load(count + i_bg)
+        everything = n == 0
+    else:
+        n = tl.load(count + i_bg)
+        everything = n <= K
+        wait(PDL)
+    if everything:
         # lines 3-5: all teams, c = 1
         for start in range(0, n, NT):
             i_team = start + tl.arange(0, NT)
-            mark(p_flags, p_corrections, i_team, i_h, H, MP, tl.zeros((NT,), tl.float32), i_team < n)
+            mark(p_flags, p_union, p_corrections, i_team, i_h, H, MP, tl.zeros((NT,), tl.float32), i_team < n, OF=OF)
         tl.store(tau + i_bgh, float("-inf"))
         tl.store(kth + i_bgh, float("-inf"))
     else:
@@ -146,17 +167,25 @@ def select_kernel(
         tl.debug_barrier()
         i_lane = tl.arange(0, NB * BLOCK)
         m_lane = i_lane // BLOCK < listed
-        i_team = tl.load(p_blocks + i_lane // BLOCK, mask=m_lane, other=0) * BLOCK + i_lane % BLOCK  # [NB * BLOCK]
-        b_noisy = tl.load(p_noisy + i_team, mask=m_lane & (i_team < n), other=float("-inf"))  # [NB * BLOCK]
+        i_place = tl.load(p_blocks + i_lane // BLOCK, mask=m_lane, other=0) * BLOCK + i_lane % BLOCK  # [NB * BLOCK]
+        b_noisy = tl.load(p_noisy + i_place, mask=m_lane & (i_place < n), other=float("-inf"))  # [NB * BLOCK]
         m_score, bound, listed = reaching(b_noisy, bound, K + 1, ROOM)
         i_slot = tl.cumsum(m_score.to(tl.int32), 0) - 1
-        tl.store(p_found + i_slot, packed(b_noisy, i_team), mask=m_score)
+        tl.store(p_found + i_slot, packed(b_noisy, i_place), mask=m_score)
         tl.debug_barrier()
         i_slot = tl.arange(0, ROOM)
         m_slot = i_slot < listed
         b_pair = tl.load(p_found + i_slot, mask=m_slot, other=0)  # [ROOM]
         b_noisy = tl.where(m_slot, (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))  # [ROOM]
         i_team = b_pair.to(tl.int32)
+        b_before = tl.zeros((ROOM,), tl.float32)
+        if OF == LISTED:
+            o_list = i_bg.to(tl.int64) * PLACES + i_team
+            i_team = tl.load(listed_teams + o_list, mask=m_slot, other=0)
+            if not POOLED:
+                i_parent = tl.load(listed_parents + o_list, mask=m_slot, other=0)
+                p_parent_log_c = parent_log_c + i_bg.to(tl.int64) * CP * H + i_h
+                b_before = tl.load(p_parent_log_c + i_parent * H, mask=m_slot, other=0.0)
         # lines 9-10: the K-th largest score, and tau below it
         b_kth, b_tau = two_ranks(b_noisy, ranks(b_noisy), K - 1)
         m_picked = m_slot & (b_noisy >= b_kth)
@@ -165,6 +194,7 @@ def select_kernel(
             m_picked = m_slot & first_reaching(b_noisy, b_kth, K)
         # line 11: log c_g from phi_g - tau
         b_phi = b_noisy - gumbel_head(seed, i_team, quad + i_g * 65536, i_h, now, layer, SHARED)  # [ROOM]
-        mark(p_flags, p_corrections, i_team, i_h, H, MP, log_inclusion(b_phi - b_tau), m_picked)
+        b_log_c = log_inclusion(b_phi - b_tau) + b_before
+        mark(p_flags, p_union, p_corrections, i_team, i_h, H, MP, b_log_c, m_picked, OF=OF)
         tl.store(tau + i_bgh, b_tau)
         tl.store(kth + i_bgh, b_kth)

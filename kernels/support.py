@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from latent_santa.routing_keys import RoutingKeys
 from latent_santa.step import DecodeStep, Sampling
 
 LEAST_TRITON = (3, 6)  # pyproject.toml's `gpu` extra
@@ -60,15 +61,22 @@ def reason_not(step: DecodeStep, sampling: Sampling) -> str | None:
     """
     if step.teams is None:
         return "this step has no teams: the kernels sample teams"
-    if sampling.parents is not None:
-        return "routing in two stages has no kernels yet"
+    if sampling.parents is not None and step.teams.parents is None:
+        return "two-stage routing needs the parents' records, and these teams carry none"
     values = step.rows.values
     return (
         unavailable(values.device)
         or unsupported_dtype(values.dtype)
         or _unsupported_rows(step)
         or _unsupported_teams(step, sampling)
+        or (_unsupported_parents(step, sampling) if two_stages(step, sampling) else None)
     )
+
+
+def two_stages(step: DecodeStep, sampling: Sampling) -> bool:
+    """Whether a first stage leaves parents out; else every team is open, and one stage is all."""
+    parents = None if step.teams is None else step.teams.parents
+    return sampling.parents is not None and parents is not None and parents.C > sampling.parents
 
 
 def _unsupported_rows(step: DecodeStep) -> str | None:
@@ -103,13 +111,32 @@ def _unsupported_teams(step: DecodeStep, sampling: Sampling) -> str | None:
     assert teams is not None
     if teams.length > step.rows.length:
         return f"teams cover {teams.length} rows and the cache holds {step.rows.length}"
-    if len({routed.bits for routed in teams.routing_keys}) > 1:
-        return "routing key parts in several formats: the kernels need one"
-    for i, routed in enumerate(teams.routing_keys):
-        if routed.group & (routed.group - 1):
-            return f"routing key part {i} has a scale for {routed.group} dimensions: the kernels need a power of two"
-        if routed.scales is None and (routed.codes.dtype != values.dtype or routed.codes.stride(-1) != 1):
-            return f"routing key part {i} must be contiguous {values.dtype}, like the rows, or in codes"
+    reason = _unsupported_keys("routing key", teams.routing_keys, values.dtype)
+    if reason is not None:
+        return reason
     if teams.M > sampling.k > MOST_TEAMS_PER_HEAD:
         return f"{sampling.k} teams per head are to be sampled: the kernels sample at most {MOST_TEAMS_PER_HEAD}"
+    return None
+
+
+def _unsupported_parents(step: DecodeStep, sampling: Sampling) -> str | None:
+    assert step.teams is not None and step.teams.parents is not None and sampling.parents is not None
+    parents, dtype = step.teams.parents, step.rows.values.dtype
+    if sampling.parents > MOST_TEAMS_PER_HEAD:
+        return f"{sampling.parents} parents per head are to be sampled: the kernels take at most {MOST_TEAMS_PER_HEAD}"
+    wanted = {"isotropic": torch.float32, "diagonal": dtype}
+    for i, part in enumerate(parents.spread):
+        if part.dtype != wanted[parents.summary] or part.stride(-1) != 1:
+            return f"parents' spread {i} must be contiguous {wanted[parents.summary]}, and is {part.dtype}"
+    return _unsupported_keys("parents' key", parents.keys, dtype)
+
+
+def _unsupported_keys(name: str, keys: tuple[RoutingKeys, ...], dtype: torch.dtype) -> str | None:
+    if len({part.bits for part in keys}) > 1:
+        return f"{name} parts in several formats: the kernels need one"
+    for i, part in enumerate(keys):
+        if part.group & (part.group - 1):
+            return f"{name} part {i} has a scale for {part.group} dimensions: the kernels need a power of two"
+        if part.scales is None and (part.codes.dtype != dtype or part.codes.stride(-1) != 1):
+            return f"{name} part {i} must be contiguous {dtype}, like the rows, or in codes"
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from latent_santa.integers import ceil_div
 
-from .plan import Plan, Shapes, candidate_blocks, candidates, choose, list_capacity, mask_words, padded_teams
+from .plan import Plan, Shapes, candidate_blocks, candidates, choose, list_capacity, mask_words, padded_teams, tiles
 
 # plans kept; prompts of all lengths would otherwise add to them for ever
 MOST_PLANS = 4096
@@ -36,6 +36,22 @@ class Buffers:
     pooled: Tensor
     tau: Tensor
     kth: Tensor
+    parent_phi: Tensor
+    parent_noisy: Tensor
+    parent_tops: Tensor
+    parent_flags: Tensor
+    parent_corrections: Tensor
+    parent_blocks: Tensor
+    parent_found: Tensor
+    parent_tau: Tensor
+    parent_kth: Tensor
+    union: Tensor
+    first_team: Tensor
+    places: Tensor
+    teams_scored: Tensor
+    listed_teams: Tensor
+    listed_parents: Tensor
+    listed_log_c: Tensor
     list_rows: Tensor
     list_teams: Tensor
     list_bits: Tensor
@@ -50,20 +66,28 @@ class Buffers:
 
 
 def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
-    """Dtype and shape of every buffer; B * G comes first, and M is padded to whole routing blocks."""
-    q, h, padded, k = s.batch * s.groups, s.heads, padded_teams(s.teams), s.teams_per_head
+    """Dtype and shape of every buffer; B * G comes first, and teams, parents and places are padded to whole routing
+    blocks."""
+    q, h, padded = s.batch * s.groups, s.heads, padded_teams(s.teams)
     lists = (q, ceil_div(h, p.attend_heads), p.shares, list_capacity(s, p))
+    words, parents, places = mask_words(h), padded_teams(s.parents), padded_teams(s.places)
+    listed = places if s.parents else 0
+    first = race(q, h, parents, s.parents_per_head, p.parent_block) if s.parents else race(0, h, 0, 0, p.parent_block)
     return {
-        "phi": (torch.float32, (q, h, padded)),
-        "noisy": (torch.float32, (q, h, padded)),
-        "tops": (torch.float32, (q, h, padded // p.block)),
-        "flags": (torch.int32, (q, mask_words(h), padded)),
+        **race(q, h, places, s.teams_per_head, p.block),
+        "flags": (torch.int32, (q, words, padded)),
         "corrections": (torch.float32, (q, padded, h)),
-        "blocks": (torch.int32, (q, h, candidate_blocks(k))),
-        "found": (torch.int64, (q, h, candidates(k))),
         "pooled": (torch.float32, (q, padded)),
-        "tau": (torch.float32, (q, h)),
-        "kth": (torch.float32, (q, h)),
+        **{f"parent_{name}": size for name, size in first.items()},
+        "parent_flags": (torch.int32, (q, words, parents)),
+        "parent_corrections": (torch.float32, (q, parents, h)),
+        "union": (torch.int32, (q, parents // 32)),
+        "first_team": (torch.int32, (q, parents)),
+        "places": (torch.int32, (q,)),
+        "teams_scored": (torch.int32, (q, tiles(s, p) if s.parents else 0)),
+        "listed_teams": (torch.int32, (q, listed)),
+        "listed_parents": (torch.int32, (q, listed)),
+        "listed_log_c": (torch.float32, (q, listed)),
         "list_rows": (torch.int32, lists),
         "list_teams": (torch.int32, lists),
         "list_bits": (torch.int32, lists),
@@ -71,6 +95,19 @@ def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
         "part_max": (torch.float32, (q, h, p.shares)),
         "part_sum": (torch.float32, (q, h, p.shares)),
         "part_rows": (torch.int32, (q, p.shares, 2)),
+    }
+
+
+def race(q: int, h: int, places: int, k: int, block: int) -> Sizes:
+    """Buffers of one Gumbel-top-K over so many scores, of parents or of teams."""
+    return {
+        "phi": (torch.float32, (q, h, places)),
+        "noisy": (torch.float32, (q, h, places)),
+        "tops": (torch.float32, (q, h, places // block)),
+        "blocks": (torch.int32, (q, h, candidate_blocks(k))),
+        "found": (torch.int64, (q, h, candidates(k))),
+        "tau": (torch.float32, (q, h)),
+        "kth": (torch.float32, (q, h)),
     }
 
 

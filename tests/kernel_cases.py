@@ -12,6 +12,7 @@ from torch import Tensor
 from latent_santa.estimator import sampled_attention as torch_attention
 from latent_santa.kernels import Workspace, sampled_attention
 from latent_santa.noise import noise_keys
+from latent_santa.parent_records import summarised
 from latent_santa.parents import contiguous_parents
 from latent_santa.routing_keys import quantise_parts
 from latent_santa.rows import Rows
@@ -27,26 +28,38 @@ SMALL: dict[str, Any] = {
 
 
 def kernels(
-    step: DecodeStep, k: int, workspace: Workspace, estimator: str = "per_head", noise: str = "independent"
+    step: DecodeStep,
+    k: int,
+    workspace: Workspace,
+    estimator: str = "per_head",
+    noise: str = "independent",
+    parents: int | None = None,
 ) -> Output:
     """The step through the kernels."""
-    return sampled_attention(step, Sampling(k, estimator, noise), workspace)
+    return sampled_attention(step, Sampling(k, estimator, noise, parents), workspace)
 
 
-def twin(step: DecodeStep, k: int, estimator: str = "per_head", noise: str = "independent") -> Output:
+def twin(
+    step: DecodeStep, k: int, estimator: str = "per_head", noise: str = "independent", parents: int | None = None
+) -> Output:
     """PyTorch's operator on a float32 query: the same numbers, without 16-bit rounding on the way."""
     step = replace(step, query=tuple(part.float() for part in step.query))
-    return torch_attention(step, Sampling(k, estimator, noise))
+    return torch_attention(step, Sampling(k, estimator, noise, parents))
 
 
 def poisoned(
-    step: DecodeStep, k: int, over: dict[str, Any], estimator: str = "per_head", noise: str = "independent"
+    step: DecodeStep,
+    k: int,
+    over: dict[str, Any],
+    estimator: str = "per_head",
+    noise: str = "independent",
+    parents: int | None = None,
 ) -> Workspace:
     """A workspace whose buffers for this step are allocated and full of NaN."""
-    from latent_santa.kernels.launch import Launches
+    from latent_santa.kernels.launch import launches_of
 
     workspace = Workspace(over)
-    Launches(step, Sampling(k, estimator, noise), workspace)
+    launches_of(step, Sampling(k, estimator, noise, parents), workspace)
     poison(workspace)
     return workspace
 
@@ -76,9 +89,11 @@ def make_step(
     scale: float = 0.3,
     seed: int = 0,
     spare: int = 7,
+    summary: str | None = None,
 ) -> DecodeStep:
     """Draw a step. ``hidden`` leading suffix rows of every sequence but the first are padding. Padding rows of the
-    prompt hold a large number, and the ``spare`` rows that the cache's buffer has room for hold NaN."""
+    prompt hold a large number, and the ``spare`` rows that the cache's buffer has room for hold NaN. With a ``summary``
+    the teams carry their parents' records, for two stages."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -100,6 +115,10 @@ def make_step(
     parents = contiguous_parents(real, parent_size).expand(-1, groups, -1)
     teams = frozen_teams(before, points, parents, representatives)
     teams = replace(teams, routing_keys=quantise_parts(teams.routing_keys, routing_dtype, teams.sizes > 0))
+    if summary is not None:
+        records = summarised(teams, parents, before, summary)
+        coded = quantise_parts(records.keys, routing_dtype, records.sizes > 0)
+        teams = replace(teams, parents=replace(records, keys=coded))
     visible = None
     if hidden:
         visible = torch.ones(batch, suffix, dtype=torch.bool, device=device)
@@ -127,7 +146,15 @@ def compare(got: Output, want: Output, tolerance: float) -> None:
 ROUNDING = 2e-5
 
 
-def check(step: DecodeStep, k: int, estimator: str = "per_head", noise: str = "independent", **over: Any) -> None:
+def check(
+    step: DecodeStep,
+    k: int,
+    estimator: str = "per_head",
+    noise: str = "independent",
+    parents: int | None = None,
+    **over: Any,
+) -> None:
     """Equal to the twin, from scratch memory full of NaN."""
-    workspace = poisoned(step, k, {**SMALL, **over}, estimator, noise)
-    compare(kernels(step, k, workspace, estimator, noise), twin(step, k, estimator, noise), ROUNDING)
+    workspace = poisoned(step, k, {**SMALL, **over}, estimator, noise, parents)
+    got = kernels(step, k, workspace, estimator, noise, parents)
+    compare(got, twin(step, k, estimator, noise, parents), ROUNDING)

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels canno
 
 from latent_santa.kernels import Workspace, launch, reason_not, sampled_attention, unavailable
 from latent_santa.kernels.plan import Shapes, attend_bytes, candidate_blocks, candidates, choose, route_bytes
-from latent_santa.kernels.select import select_kernel
+from latent_santa.kernels.select import TEAMS, select_kernel
 from latent_santa.kernels.support import LEAST_TRITON, MOST_TEAMS_PER_HEAD, interpreting
 from latent_santa.kernels.workspace import MOST_PLANS
 from latent_santa.noise import gumbel_noise, noise_keys
@@ -156,6 +156,12 @@ def test_a_sequence_that_is_all_padding_gets_zeros() -> None:
         torch.testing.assert_close(got.out[0], want.out[0], rtol=ROUNDING, atol=ROUNDING)
 
 
+# one head that selects among 128 teams in one stage
+ALONE: dict[str, Any] = {
+    **dict.fromkeys(("union", "listed_teams", "listed_parents", "parent_log_c"), torch.zeros(1, dtype=torch.int32)),
+    "PLACES": 128, "MP": 128, "CP": 0, "G": 1, "H": 1, "WORDS": 1, "BLOCK": 8, "NT": 16, "OF": TEAMS, "POOLED": False,
+    "SHARED": False, "PDL": False,
+}  # fmt: skip
 ODD = float(torch.nextafter(torch.tensor(1000.0), torch.tensor(2000.0)))
 
 
@@ -173,8 +179,8 @@ def test_crowds_at_the_maximum_stay_within_the_scratch(places: Sequence[int], sc
     select_kernel[(1, 1)](
         tops=scores.view(16, 8).amax(1), noisy=scores, flags=flags, corrections=corrections,
         count=torch.tensor([128], dtype=torch.int32), key=noise_keys(1, [0], "cpu"), step=torch.tensor([9]),
-        blocks=blocks, found=found, tau=threshold[:1], kth=threshold[1:], layer=2, quad=0, K=3, MP=128, G=1, H=1,
-        WORDS=1, BLOCK=8, NT=16, COARSE=0, NB=8, ROOM=8, SHARED=False, PDL=False,
+        blocks=blocks, found=found, tau=threshold[:1], kth=threshold[1:], layer=2, quad=0, K=3, **ALONE,
+        NB=8, ROOM=8, COARSE=0,
     )  # fmt: skip
     assert bool((blocks[8:] == -7).all()) and bool((found[8:] == -7).all())
     assert flags[0].nonzero()[:, 0].tolist() == want
@@ -194,8 +200,7 @@ def test_equal_scores_select_the_lower_teams_and_exactly_k(coarse: int) -> None:
         tops=torch.full((16,), 5000.0), noisy=torch.full((128,), 5000.0), flags=flags, corrections=corrections,
         count=torch.tensor([teams], dtype=torch.int32), key=key, step=step,
         blocks=torch.full((8,), 10**6, dtype=torch.int32), found=torch.full((16,), 10**12, dtype=torch.int64), tau=tau,
-        kth=kth, layer=2, quad=0, K=k, MP=128, G=1, H=1, WORDS=1, BLOCK=8, NT=16, COARSE=coarse, NB=8, ROOM=16,
-        SHARED=False, PDL=False,
+        kth=kth, layer=2, quad=0, K=k, **ALONE, NB=8, ROOM=16, COARSE=coarse,
     )  # fmt: skip
     assert flags[0].nonzero()[:, 0].tolist() == [0, 1, 2] and tau.item() == kth.item() == 5000
     want = log_inclusion(phi[0, :k] - 5000)

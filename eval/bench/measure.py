@@ -67,14 +67,10 @@ def operator(w: Workload, setting: Setting, workspace: Workspace) -> Callable[[]
 
 def stages(w: Workload, setting: Setting, workspace: Workspace) -> dict[str, Launch]:
     """The operator's launches one by one, over what the whole operator left in the workspace."""
-    from latent_santa.kernels.launch import Launches
+    from latent_santa.kernels.launch import launches_of
 
-    launches = Launches(w.step, setting.sampling, workspace)
-    named: dict[str, Launch] = {"attend": launches.attend, "combine": launches.combine}
-    if launches.everything:
-        return named
-    pool = {"pool": launches.pool} if setting.sampling.pooled else {}
-    return {"route": launches.route, "select": launches.select, **pool, **named}
+    launches = launches_of(w.step, setting.sampling, workspace)
+    return {**launches.routing(), "attend": launches.attend, "combine": launches.combine}
 
 
 def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]:
