@@ -12,6 +12,7 @@ from latent_santa.eval.errors import EvalError
 
 COMMANDS = {
     "ruler": "accuracy against rows read over retrieval tasks, for dense attention and every setting",
+    "longbench": "the same on LongBench v2, from the benchmark's own files",
     "report": "rebuild the tables and pictures of a finished or interrupted run",
     "paper": "which conditions of the paper's tables hold in a run",
     "compare": "one prompt: answers, rows read, agreement and attention error of several settings beside dense",

@@ -139,6 +139,19 @@ def formed(monkeypatch):
     return calls
 
 
+def test_a_stop_text_ends_an_answer_as_an_end_token_does(generator):
+    ids, names = encoded()[3], ("fwe/000003",)
+    for condition in CONDITIONS[:2]:
+        (whole,) = generator.answers(condition, Batch(names, [ids], 9))
+        texts = [tokenizer().decode([token]) for token in range(300, 4096)]
+        stops = (*(text for text in texts if text in whole.text[1:]), "no such token")  # one of them is generated
+        (short,) = generator.answers(condition, Batch(names, [ids], 9, stops))
+        assert whole.text.startswith(short.text) and short.text.endswith(stops[:-1])
+        assert 0 < short.n_new < whole.n_new and not short.hit_cap
+        assert short.sparse_calls + short.dense_calls == short.n_new and short.access != whole.access
+        assert generator.answers(condition, Batch(names, [ids], 9)) == [whole]
+
+
 def test_answers_are_those_of_plain_generation(generator):
     """Tokens, calls and rows read of `model.generate` under the same settings and noise."""
     santa = generator.santa

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import permutations
 
@@ -20,7 +21,7 @@ LENGTHS = (256, 512, 1024, 4096)
 PROSE = open_haystack("prose")
 
 # Whole documents and pairs of UUIDs are long units: below 1024 tokens the next may not fit although 10 % are left.
-LONG_UNITS = {"niah_multikey_3", "facts_1", "facts_2"}
+LONG_UNITS = {"niah_multikey_3", "facts_1", "facts_2", "json_kv"}
 
 
 def count(user: str, prefix: str) -> int:
@@ -37,7 +38,7 @@ def context(sample: Sample) -> str:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("task", BUILTIN)
+@pytest.mark.parametrize("task", [*BUILTIN, "json_kv"])
 def test_fits_fills_and_keeps_its_promises(task, length):
     for sample in samples(task, 4, length):
         used = count(sample.input, sample.answer_prefix) + sample.max_new_tokens
@@ -45,12 +46,27 @@ def test_fits_fills_and_keeps_its_promises(task, length):
         # At 256 tokens a sentence is a tenth of the prompt.
         small_units = length >= 1024 or (length >= 512 and task not in LONG_UNITS)
         assert used >= (0.9 if small_units else 0.8) * length
-        assert sample.metric == BUILTIN[task].metric
-        assert sample.max_new_tokens <= BUILTIN[task].max_new_tokens
+        assert sample.metric == builtin.TASKS[task].metric
+        assert sample.max_new_tokens <= builtin.TASKS[task].max_new_tokens
         assert sample.source == "builtin"
         question = sample.input.rpartition("\n")[2]
         assert question.endswith(("?", ".")) and not any(reference in question for reference in sample.references)
         assert not any(reference in sample.answer_prefix for reference in sample.references)
+
+
+def test_a_json_object_holds_the_asked_pair_at_every_depth_and_two_other_examples():
+    places = set()
+    for sample in samples("json_kv", 24, 4096):
+        _, line, *examples, question = sample.input.split("\n")
+        pairs = json.loads(line)
+        key = question.removeprefix("What is the value of ").removesuffix("?")
+        assert sample.references == (pairs[key],)
+        shown = dict(re.fullmatch(r"The value of (\S+) is (\S+)\.", text).groups() for text in examples)
+        assert len(shown) == 2 and key not in shown and shown.items() <= pairs.items()
+        places.add(round(5 * list(pairs).index(key) / (len(pairs) - 1)))
+        assert sample.answer_prefix == f" The value of {key} is"
+    assert places == set(range(6))
+    assert resolve_tasks("json_kv", "builtin") == ("json_kv",) and "json_kv" not in resolve_tasks("all", "builtin")
 
 
 @pytest.mark.parametrize("length", LENGTHS)

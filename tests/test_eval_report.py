@@ -172,15 +172,32 @@ def test_paper_values_stand_beside_the_papers_settings_only(tmp_path):
 def test_the_papers_tables_are_copied_right():
     by_number = {table.number: paper_tables.numbers(table) for table in paper_tables.TABLES}
     sizes = {number: len(cells) for number, cells in by_number.items()}
-    assert sizes == {"4": 19, "11": 13 * 13, "6": 10 * 14, "12": 19 * 13, "15-18": 20}
-    for mean_of, parts, tolerance in (("4", "12", 0.006), ("6", "6", 0.006), ("15-18", "15-18", 0.006)):
-        tasks = next(t for t in paper_tables.TABLES if t.number == parts).tasks
+    helmet = {"2": 16, "3": 13, "8": 16, "9": 10 * 14 + 6 * 4, "10": 10 * 14 + 6 * 4}
+    assert sizes == {"4": 19, "11": 13 * 13, "6": 10 * 14, "12": 19 * 13, "15-18": 20} | helmet
+    sums = {"4": "12", "6": "6", "15-18": "15-18", "2": "10", "8": "9", "9": "9", "10": "10"}
+    for mean_of, parts, tolerance in ((number, of, 0.006) for number, of in sums.items()):
+        tasks = next(t for t in paper_tables.TABLES if t.number == mean_of).tasks
         for (method, budget, column), value in by_number[mean_of].items():
             if column == "mean":
                 mean = np.mean([by_number[parts][method, budget, task].score for task in tasks])
                 assert value.score == pytest.approx(mean, abs=tolerance), (mean_of, method, budget)
     assert by_number["12"]["contiguous", 1024, "niah_multikey_3"].score == 60.20
     assert by_number["11"]["kmeans", 512, "qa_2"].access == 50.27
+
+
+def test_what_the_numbers_of_helmet_and_longbench_tell():
+    by_number = {table.number: paper_tables.numbers(table) for table in paper_tables.TABLES}
+    for number in ("9", "10"):  # the interval of the mean over all tasks is no interval of a mean
+        dense = [value for (method, _, column), value in by_number[number].items() if method == "dense"]
+        *tasks, mean = dense
+        assert mean.half == pytest.approx(np.mean([task.half for task in tasks]), abs=0.006)
+    for value in by_number["3"].values():  # four answers to each of 503 questions
+        steps = value.score * 4 * 503 / 100
+        assert abs(steps - round(steps)) < 0.11
+    dense = by_number["3"]["dense", None, "mean"]
+    assert abs(dense.score * 5.03 - round(dense.score * 5.03)) > 0.4
+    share = dense.score / 100
+    assert dense.half == pytest.approx(196 * (share * (1 - share) / 2012) ** 0.5, abs=0.05)
 
 
 def test_conditions_of_a_table_hold_miss_or_are_unknown(tmp_path):

@@ -20,6 +20,14 @@ def sample(**changes) -> Sample:
     return make_sample("task", 17, "What is the code?", ["123"], **fields)
 
 
+def test_a_prompt_without_chat_is_plain_in_a_run_with_a_template():
+    renderer = Renderer(tokenizer())
+    plain, chat = (renderer.prompt(sample(chat=chat), None) for chat in (False, True))
+    assert plain.text == "What is the code? The code is" and chat.text != plain.text
+    assert renderer.frozen(plain) == plain.text
+    assert plain.ids_sha256 == Renderer(tokenizer(), chat=False).prompt(sample(), None).ids_sha256
+
+
 def test_row_has_an_id_and_a_hash_of_all_that_is_seen():
     base = sample()
     assert base.id == "task/000017"
@@ -28,6 +36,7 @@ def test_row_has_an_id_and_a_hash_of_all_that_is_seen():
     assert sample(answer_prefix=" It is").text_sha256 != base.text_sha256
     assert sample(max_new_tokens=17).text_sha256 != base.text_sha256
     assert sample(metric="any").text_sha256 != base.text_sha256
+    assert len({sample(**more).text_sha256 for more in ({}, {"chat": False}, {"stop": ["\n"]})}) == 3
     with pytest.raises(dataclasses.FrozenInstanceError):
         base.input = "other"  # type: ignore[misc]
 
@@ -35,6 +44,10 @@ def test_row_has_an_id_and_a_hash_of_all_that_is_seen():
 def test_row_survives_json_and_detects_a_changed_text():
     data = sample_to_dict(sample())
     assert sample_from_dict(data | {"n_tokens": 5}) == sample()
+    before = {name: value for name, value in data.items() if name not in ("chat", "stop")}  # of an earlier version
+    assert sample_from_dict(before) == sample()
+    plain = sample(chat=False, stop=["\n", "\n\n"])
+    assert sample_from_dict(sample_to_dict(plain)) == plain
     with pytest.raises(ValueError, match="task/000017.*hash"):
         sample_from_dict(data | {"input": "What is the kode?"})
 

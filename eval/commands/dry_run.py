@@ -24,7 +24,7 @@ def dry_run(evaluation: Evaluation) -> int:
     for prompt in prompts:
         lengths[prompt.sample.task].append(prompt.n_tokens)
         caps[prompt.sample.task] = prompt.sample.max_new_tokens
-    console.print(Text(f"prompts: {data_statement({'origin': origin})}"))
+    console.print(Text(f"prompts: {data_statement({'origin': origin, 'settings': evaluation.settings})}"))
     header = ("task", "prompts", "least\ntokens", "median", "most", "new tokens\nat most", "filled\n(%)")
     table = tables.plain_table("", header)
     for task, found in lengths.items():
@@ -65,8 +65,8 @@ def _seconds(evaluation: Evaluation, prompt: Prompt) -> tuple[float, float]:
     from latent_santa import patch
 
     model = models.load(evaluation.spec, evaluation.tokenizer).model
-    ids = evaluation.renderer.encode(prompt.sample.input, prompt.sample.answer_prefix)
-    batch = Batch((prompt.sample.id,), [ids], prompt.sample.max_new_tokens)
+    ids = evaluation.renderer.ids(evaluation.renderer.frozen(prompt), prompt.sample.chat)
+    batch = Batch((prompt.sample.id,), [ids], prompt.sample.max_new_tokens, prompt.sample.stop)
     with patch(model, evaluation.config) as santa:
         generator = Generator(santa, evaluation.tokenizer, evaluation.config.seed)
         marks, condition = [time.perf_counter()], evaluation.conditions[-1]

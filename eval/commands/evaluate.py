@@ -13,7 +13,7 @@ from rich.console import Console
 
 from latent_santa.config import SantaConfig
 from latent_santa.eval.commands import options
-from latent_santa.eval.commands.ruler import FIRST_LOOK
+from latent_santa.eval.commands.run_options import FIRST_LOOK
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import screen, tables
 from latent_santa.eval.report.summary import data_statement, exit_code, write_reports
@@ -134,7 +134,7 @@ class Evaluation:
         manifest = store.manifest()
         self._say(f"Run in {store.directory}: {data_statement(manifest)}.")
         first = store.prompts()[0]
-        tail = (first.text or self.renderer.text(first.sample.input, first.sample.answer_prefix))[-120:]
+        tail = self.renderer.frozen(first)[-120:]
         self._say(f"The first prompt ends in {tail!r}")
         for warning in [*manifest["warnings"], *store.damaged()]:
             self._say(f"warning: {warning}", "yellow")
@@ -172,7 +172,7 @@ class Evaluation:
 
 
 def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluation:
-    """Check all options of `ruler`, loading no more than configuration and tokenizer. Raises EvalError."""
+    """Check all options of a run, loading no more than configuration and tokenizer. Raises EvalError."""
     spec = options.model_spec(args, check=not args.dry_run)  # the plan of another machine can be looked at here
     tasks = resolve_tasks(args.tasks, family(args.data, spec.tiny))
     base = options.base_config(args, spec)
@@ -201,6 +201,7 @@ def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluat
         haystack=args.haystack,
         hub_revision=args.hub_revision,
         offline=args.offline,
+        more=args.more,
     )
     settings = {
         **_model_settings(spec, config),
@@ -243,6 +244,7 @@ def _model_settings(spec: models.ModelSpec, config: Any) -> dict[str, Any]:
 def _prompt_settings(request: Request) -> dict[str, Any]:
     found = asdict(request) | {"tasks": list(request.tasks), "data_seed": request.seed}
     del found["seed"], found["offline"], found["start"]
+    found |= found.pop("more")
     found["hub_revision"] = request.hub_revision if request.data == "hub" else None
     found["haystack"] = request.haystack if request.data == "builtin" else None
     return found

@@ -12,11 +12,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "paper",
         help="which conditions of the paper's tables hold in a run",
-        description="For each of the paper's RULER tables: its conditions, what a run did, and whether they agree. "
+        description="For each of the paper's tables of scores: its conditions, what a run did, and whether they agree. "
         "Without a run, the conditions alone.",
     )
     parser.add_argument("directory", type=Path, nargs="?", help="directory of a run (its --out)")
-    parser.add_argument("--table", help="only this table: 4, 6, 11, 12 or 15-18")
+    parser.add_argument("--table", help="only this table: 2, 3, 4, 6, 8 to 12 or 15-18")
     parser.set_defaults(run=run)
 
 

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from pathlib import Path
 from typing import Any
 
-from latent_santa.eval.commands.options import (
-    Help,
-    add_method_options,
-    add_model_options,
-    add_prompt_options,
-    at_least,
-    path,
-    word,
-)
+from latent_santa.eval.commands.options import Help, add_method_options, add_model_options, add_prompt_options, word
+from latent_santa.eval.commands.run_options import FIRST_LOOK, add_choice_options, add_run_options, evaluate
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run.models import TINY
 from latent_santa.eval.sources.tasks import BUILTIN, TINY_HARD
@@ -38,7 +28,6 @@ TINY_DEFAULTS: dict[str, Any] = {
     "budgets": [64, 128, 256],
     "parents": ["contiguous"],  # scikit-learn's k-means would take most of a short run
 }
-FIRST_LOOK = "about two minutes of one CPU core"  # as measured with the tiny model's defaults
 DESCRIPTION = f"""\
 Accuracy against rows read (Tables 15 to 18), over RULER's tasks or this project's analogues, for dense attention and
 every asked setting of sampled attention, on the same frozen prompts. Results are kept one by one: a run that stops goes
@@ -74,51 +63,22 @@ def add_parser(subparsers: Any) -> None:
     add("--hub-revision", type=word, default="main", help="revision of the hub's data; its commit is recorded")
     add("--haystack", type=word, default="prose", help="filler of builtin prompts: prose, pydoc or file:PATH")
     add("--tasks", type=word, help=f"names or groups, separated by commas (default: {_default('tasks')})")
-    # Launchers read ahead and take --n for an abbreviation of an option of their own.
-    add(
-        "--n",
-        "--prompts",
-        type=int,
-        help=f"prompts per task (default: {_default('n')}); write --prompts behind a launcher",
-    )
-    add("--select", default="sample", choices=("sample", "first"), help="which records of official data")
-    add("--data-seed", type=int, default=42, help="seed of prompts and of their selection")
-    add("--context-limit", type=int, help="positions the model takes, if its configuration says less than it can do")
+    add_choice_options(prompts, f"prompts per task (default: {_default('n')})")
     add_method_options(parser, _default("budgets"), _default("parents"))
-    add = parser.add_argument_group("run").add_argument
-    add("--out", type=path, metavar="DIR", help="directory of the run (default: out/ruler-MODEL-TIME)")
-    add("--resume", action="store_true", help="go on with the run in --out, if there is one")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="build the prompts and show their lengths and the work; builtin:tiny is timed, no other model is loaded",
-    )
-    add("--batch-size", type=int, default=1, help="prompts of one task generated together: faster on a GPU")
-    add(
+    group = add_run_options(parser, "ruler")
+    group.add_argument(
         "--floor",
         type=float,
         default=50.0,
         metavar="PERCENT",
         help="stop if dense scores less on single needles; 0: never",
     )
-    add("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw access_accuracy.png")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, more={})
 
 
 def run(args: argparse.Namespace) -> int:
     """Run or resume an evaluation; 0 when every prompt has a result, 1 when some failed or a run is invalid."""
-    if args.offline:
-        # Read by the hub's libraries when they are imported.
-        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    from latent_santa.eval.commands.evaluate import prepare
-
-    quick = fill_defaults(args)
-    evaluation = prepare(args)
-    if args.dry_run:
-        from latent_santa.eval.commands.dry_run import dry_run
-
-        return dry_run(evaluation)
-    return evaluation.run(args.out or _new_directory(args.model), args.resume, quick)
+    return evaluate(args, fill_defaults(args))
 
 
 def fill_defaults(args: argparse.Namespace) -> list[str]:
@@ -132,12 +92,6 @@ def fill_defaults(args: argparse.Namespace) -> list[str]:
         if getattr(args, name) is None:
             setattr(args, name, value)
             filled.append(f"--{name} {','.join(map(str, value)) if isinstance(value, list) else value}")
-    at_least(args, length=1, n=1, batch_size=1, context_limit=1, data_seed=0)
     if not 0 <= args.floor <= 100:
         raise EvalError(f"--floor must be a score from 0 to 100 percent, got {args.floor}")
     return filled if tiny else []
-
-
-def _new_directory(model: str) -> Path:
-    stem = model.rstrip("/").rpartition("/")[2].replace(":", "-")
-    return Path("out") / f"ruler-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from latent_santa.config import SantaConfig
 from latent_santa.eval.run.conditions import from_manifest, swept
-from latent_santa.eval.sources.tasks import OFFICIAL
+from latent_santa.eval.sources.tasks import HELMET, LONGBENCH, OFFICIAL, RAG
 
 MEAN = "mean"
 DEEPSEEK, QWEN = "DeepSeek-V2-Lite-Chat", "Qwen2.5-7B-Instruct"
@@ -26,7 +26,7 @@ MLA_TASKS = ("niah_multivalue", "fwe", "qa_1")
 
 @dataclass(frozen=True)
 class Table:
-    """One of the paper's RULER tables: its model, length, tasks, prompts per task and budgets."""
+    """One of the paper's tables of scores: its model, length, tasks, prompts per task, budgets and benchmark."""
 
     number: str
     model: str
@@ -34,6 +34,7 @@ class Table:
     tasks: tuple[str, ...]
     n: int
     budgets: tuple[int, ...]
+    benchmark: str = "RULER"
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,19 @@ class Value:
 
 
 _ALL = tuple(OFFICIAL)
-_TO_1024, _TO_4096 = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048, 4096)
+_TO_4096 = (128, 256, 512, 1024, 2048, 4096)
+_TO_512, _TO_1024, _TO_2048 = _TO_4096[:3], _TO_4096[:4], _TO_4096[:5]
+SOURCES = {"RULER": ("hub", "jsonl"), "HELMET": ("helmet",), "LongBench v2": ("longbench",)}
 TABLES = (
     Table("4", QWEN, 32768, _ALL, 500, _TO_4096),
     Table("11", QWEN, 8192, _ALL, 500, _TO_1024),
-    Table("6", QWEN, 8192, _ALL, 100, (128, 256, 512)),
+    Table("6", QWEN, 8192, _ALL, 100, _TO_512),
     Table("12", QWEN, 32768, _ALL, 500, _TO_4096),
+    Table("2", QWEN, 32768, RAG, 500, _TO_2048, "HELMET"),
+    Table("8", QWEN, 8192, RAG, 500, _TO_2048, "HELMET"),
+    Table("9", QWEN, 8192, tuple(HELMET), 500, _TO_512, "HELMET"),
+    Table("10", QWEN, 32768, tuple(HELMET), 500, _TO_512, "HELMET"),
+    Table("3", QWEN, 32768, LONGBENCH, 503, _TO_1024, "LongBench v2"),
     Table("15-18", DEEPSEEK, 8192, MLA_TASKS, 50, _TO_1024),
 )
 
@@ -95,13 +103,17 @@ def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: SantaCon
     key = method_key(condition)
     if key == "santa" and "draws" not in settings:
         return None  # a run from before "santa" drew with replacement
-    if key is None or settings.get("data") not in ("hub", "jsonl"):
+    if key is None:
         return None
     if settings.get("routing_dtype", "model") != "model" or settings.get("noise", "independent") != "independent":
         return None
     for table in TABLES:
         if not same_model(settings["model"], table.model) or settings["length"] != table.length:
             continue
+        if settings.get("data") not in SOURCES[table.benchmark]:
+            continue
+        if table.tasks == (column,):
+            column = MEAN
         if column == MEAN and set(tasks) != set(table.tasks):
             continue
         value = numbers(table).get((key, swept(condition)["budget"], column))
@@ -175,7 +187,7 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     get = settings.get
     latent = table.model == DEEPSEEK
     add("model", table.model, get("model"), lambda: same_model(settings["model"], table.model))
-    add("data", "RULER", origin.get("data"), lambda: origin["data"] in ("hub", "jsonl"))
+    add("data", table.benchmark, origin.get("data"), lambda: origin["data"] in SOURCES[table.benchmark])
     most = origin.get("most_tokens")
     add(
         "length",
@@ -226,6 +238,16 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
             UNKNOWN,
         )
     )
-    found.append(Check("RULER commit", "not stated", str(origin.get("revision", "-")), UNKNOWN))
-    found.append(Check("tokenizer that sized the data", "not stated", "-", UNKNOWN))
+    found.append(Check(f"{table.benchmark} commit", "not stated", str(origin.get("revision", "-")), UNKNOWN))
+    if table.benchmark == "RULER":
+        found.append(Check("tokenizer that sized the data", "not stated", "-", UNKNOWN))
+    if table.benchmark == "HELMET":
+        found.append(Check("chat template", "not stated", str(get("chat", "-")), UNKNOWN))
+        found.append(Check("examples before the question", "not stated", str(get("shots", "-")), UNKNOWN))
+    if table.tasks == tuple(HELMET):
+        add("± of the mean", "mean of the tasks' ± (by its numbers)", "bootstrap, tasks as strata", lambda: False)
+    if table.benchmark == "LongBench v2":
+        own = "this project's" if not get("suffix") else f"of {get('suffix')}"
+        add("words behind the prompt", "Appendix C.3", own, lambda: bool(settings.get("suffix")))
+        add("answers per prompt", "4, by the scores' steps (1/2012) and the interval", "1, greedy", lambda: False)
     return found

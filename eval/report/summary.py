@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.statistics import Interval
 from latent_santa.eval.run.conditions import from_manifest, label, name, old_santa, slug, swept
 from latent_santa.eval.run.store import Prompt, Store, write_atomic
-from latent_santa.eval.sources.tasks import mean_label
+from latent_santa.eval.sources.tasks import RAG, mean_label
 
 INVALID = "INVALID"
 
@@ -72,24 +73,31 @@ class _Report:
         self.settings = self.manifest["settings"]
         self.prompts = store.prompts()
         self.tasks = tuple(self.settings["tasks"])
+        self.data = self.manifest["origin"]["data"]
+        # a part of the tasks with a mean of its own
+        self.groups = {"rag": RAG} if self.data == "helmet" and set(RAG) < set(self.tasks) else {}
         self.conditions = from_manifest(self.manifest, store.manifest_path)
         self.results = {condition: store.results(slug(condition)) for condition in self.conditions}
         self.damaged = store.damaged()
         self.most_tokens = max(prompt.n_tokens for prompt in self.prompts)
         # official data in a folder of another name than their length
-        self.short = self.manifest["origin"]["data"] in ("hub", "jsonl") and not paper_tables.of_length(
+        self.short = self.data in ("hub", "jsonl", "helmet") and not paper_tables.of_length(
             self.most_tokens, self.settings["length"]
         )
         self.dense: Results | None = next((self.results[c] for c in self.conditions if c.method == "dense"), None)
 
     def summary(self) -> dict[str, Any]:
         entries = [self._entry(condition) for condition in self.conditions]
+        counts = Counter(prompt.sample.task for prompt in self.prompts).values()
         return {
             "data": data_statement(self.manifest),
             "model": self.settings["model"],
             "length": self.settings["length"],
-            "n": self.settings["n"],
+            "n": max(counts),
+            "fewest": min(counts),
             "tasks": list(self.tasks),
+            "groups": {name: list(tasks) for name, tasks in self.groups.items()},
+            "access_mean": "mean of the tasks' percentages" if self.data == "helmet" else "pooled",
             "mean": mean_label(self.tasks),
             "prompt_tokens": self._lengths(),
             "conditions": entries,
@@ -119,18 +127,18 @@ class _Report:
             "prompts": len(self.prompts),
             "hit_cap": sum(result["hit_cap"] for result in good),
             "new_tokens": sum(result["n_new"] for result in good),
-            "cells": {column: self._cell(condition, column) for column in (MEAN, *self.tasks)},
+            "cells": {column: self._cell(condition, column) for column in (MEAN, *self.groups, *self.tasks)},
         }
 
     def _cell(self, condition: SantaConfig, column: str) -> dict[str, Any]:
-        """One table cell: of a task, or of the equal-weight mean. Without all of its results it has no score."""
-        tasks = self.tasks if column == MEAN else (column,)
+        """One table cell: of a task, or of an equal-weight mean. Without all of its results it has no score."""
+        tasks = self.tasks if column == MEAN else self.groups.get(column, (column,))
         results = self.results[condition]
         wanted = [prompt for prompt in self.prompts if prompt.sample.task in tasks]
         good = [r for p in wanted if (r := results.get(p.sample.id)) is not None and "error" not in r]
 
         def read(part: str) -> float | None:
-            return pooled_access(good, condition.method == "dense", part)
+            return self._access(good, tasks, condition.method == "dense", part)
 
         parts = {"access": "numerator", "access_without_routing": "row_read", "bound": "bound"}
         cell: dict[str, Any] = {
@@ -142,8 +150,9 @@ class _Report:
             "paper": None,
         }
         value = paper_tables.lookup(
-            self.settings | {"data": self.manifest["origin"]["data"]}, self.tasks, condition, column
-        )
+            self.settings | {"data": self.data}, tasks if column in self.groups else self.tasks, condition,
+            MEAN if column in self.groups else column,
+        )  # fmt: skip
         if value is not None and not self.short:
             cell["paper"] = {"access": value.access, "score": value.score, "half": value.half, "table": value.table}
         scores = _scores(wanted, results, tasks)
@@ -160,6 +169,16 @@ class _Report:
                 cell["difference"] = self._paired({task: scores[task] - dense[task] for task in tasks})
         return cell
 
+    def _access(
+        self, results: list[dict[str, Any]], tasks: Sequence[str], dense: bool, part: str = "numerator"
+    ) -> float | None:
+        """Access pooled over all prompts; of HELMET's tasks the mean of their percentages, as in the paper (C.2)."""
+        if self.data != "helmet":
+            return pooled_access(results, dense, part)
+        found = [pooled_access([r for r in results if r["id"].startswith(f"{task}/")], dense, part) for task in tasks]
+        known = [value for value in found if value is not None]
+        return sum(known) / len(known) if known and len(known) == len(found) else None
+
     def _estimators(self) -> dict[str, Any] | None:
         """Pooled minus per head on matched prompts: at each setting that has both, and over these settings together."""
         settings, differences = [], []
@@ -171,7 +190,9 @@ class _Report:
             if left is None or right is None:
                 continue
             differences.append({task: left[task] - right[task] for task in self.tasks})
-            access = {c.estimator: pooled_access(list(self.results[c].values()), False) for c in (twin, pooled)}
+            access = {
+                c.estimator: self._access(list(self.results[c].values()), self.tasks, False) for c in (twin, pooled)
+            }
             settings.append(
                 {
                     "name": name(pooled).removesuffix(" pooled"),
@@ -239,9 +260,15 @@ def data_statement(manifest: dict[str, Any]) -> str:
         return f"RULER prompts of {origin['repository']} at revision {origin['revision']}"
     if origin["data"] == "jsonl":
         return "RULER prompts from local files in RULER's layout"
+    if origin["data"] == "helmet":
+        return "HELMET prompts, from its files and templates in a local folder"
+    if origin["data"] == "longbench":
+        words = f"{origin['shortened']} of them without their middle" if origin["shortened"] else "all of them whole"
+        return f"LongBench v2 prompts from local files, {words}"
     if origin["data"] == "builtin:tiny":
         return "builtin prompts in the tiny model's own grammar; these are not RULER scores"
-    return "builtin prompts in this project's own wording; these are not RULER scores"
+    own = "builtin prompts in this project's own wording; these are not"
+    return f"{own} {'HELMET' if manifest.get('settings', {}).get('tasks') == ['json_kv'] else 'RULER'} scores"
 
 
 def summarise(store: Store) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from latent_santa.eval.report.paper_tables import MEAN
+from latent_santa.eval.sources.tasks import mean_label
 
 READS = ("Method", "S", "KV (%)", "without routing (%)")
 SCORES = ("Acc (norm) (%)", "Acc (abs) (%)", "minus dense")
@@ -78,14 +79,17 @@ def cells(summary: dict[str, Any], entry: dict[str, Any], column: str) -> list[s
 def title(summary: dict[str, Any], column: str) -> str:
     """What a table shows: its mean or task, and the prompts behind it."""
     name = summary["mean"] if column == MEAN else column
+    if column in summary["groups"]:
+        name = mean_label(tuple(summary["groups"][column]))
     prompts = "1 prompt" if summary["n"] == 1 else f"{summary['n']} prompts"
+    prompts = prompts if summary["fewest"] == summary["n"] else f"up to {prompts}"
     return f"{name}, {prompts} per task at {summary['length']} tokens, {summary['model']}"
 
 
 def columns_of(summary: dict[str, Any]) -> list[str]:
     """The mean first (where it is more than the only task), then every task."""
     tasks = list(summary["tasks"])
-    return [MEAN, *tasks] if len(tasks) > 1 else tasks
+    return [MEAN, *summary["groups"], *tasks] if len(tasks) > 1 else tasks
 
 
 def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -185,7 +189,9 @@ def notes(summary: dict[str, Any]) -> list[str]:
     lengths = summary["prompt_tokens"].values()
     found = [
         "KV: rows read of the rows that dense decoding reads, Equation 13 (GQA) or 14 (MLA), routing included, pooled "
-        "over prompts, layers and steps; logical access, not time.",
+        "over prompts, layers and steps"
+        + ("" if summary["access_mean"] == "pooled" else f" of a task; over tasks the {summary['access_mean']}")
+        + "; logical access, not time.",
         "Acc (norm): score over the dense score. ±: half a 95 % bootstrap interval, prompts resampled within tasks. "
         "Minus dense: paired on the same prompts, with its 95 % interval.",
         f"Prompt tokens, without the answer: {min(v['least'] for v in lengths)} to {max(v['most'] for v in lengths)}.",

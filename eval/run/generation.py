@@ -24,11 +24,13 @@ class Batch:
     names           what tells one prompt from another, and its noise from another's
     ids             token ids of each
     max_new_tokens  cap on each answer
+    stop            texts that end an answer where one token is the whole of one
     """
 
     names: tuple[str, ...]
     ids: list[list[int]]
     max_new_tokens: int
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,10 @@ class Generator:
             self._prefilled = None  # its memory first
             self._names, self._prefilled = batch.names, santa.prefill(ids, mask)
         santa.reset()
-        output = self._prefilled.generate(max_new_tokens=batch.max_new_tokens)
+        ends = [*(settings.eos_token_id or []), *stop_ids(self.tokenizer, batch.stop)]
+        output = self._prefilled.generate(max_new_tokens=batch.max_new_tokens, eos_token_id=ends or None)
         sparse, dense = santa.sparse_calls, santa.dense_calls
-        new = [_until_end(row, settings.eos_token_id or []) for row in output[:, longest:].tolist()]
+        new = [_until_end(row, ends) for row in output[:, longest:].tolist()]
         late = [output.shape[1] - longest - len(own) for own in new]  # steps after an answer's end, not its own
         calls = [(max(0, sparse - steps), max(0, dense - steps)) for steps in late]
         access = santa.access.sequence_totals([sum(own) for own in calls])
@@ -97,7 +100,7 @@ class Generator:
             Answer(
                 self.tokenizer.decode(own, skip_special_tokens=True),
                 len(own),
-                len(own) >= batch.max_new_tokens and own[-1] not in (settings.eos_token_id or []),
+                len(own) >= batch.max_new_tokens and own[-1] not in ends,
                 *counts,
                 totals,
             )
@@ -108,6 +111,16 @@ class Generator:
 def _until_end(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
     stop = next((place for place, token in enumerate(tokens, 1) if token in ends), len(tokens))
     return list(tokens[:stop])
+
+
+def stop_ids(tokenizer: Any, texts: Sequence[str]) -> list[int]:
+    """Ids of the tokens that are one of these texts. A text that no single token is, is left out."""
+    found = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ids and tokenizer.decode(ids[-1:]) == text:
+            found.append(ids[-1])
+    return found
 
 
 def first_line(error: Exception) -> str:

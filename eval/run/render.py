@@ -81,35 +81,39 @@ class Renderer:
         """Whether a chat template is applied."""
         return self.chat and bool(getattr(self.tokenizer, "chat_template", None))
 
-    def text(self, user: str, prefix: str) -> str:
-        """The prompt as one string. Without a template it is the plain text, special tokens not included."""
+    def text(self, user: str, prefix: str, chat: bool = True) -> str:
+        """The prompt as one string. Without a template it is the plain text, special tokens not included.
+
+        chat  False: the plain text, also in a run that uses the template
+        """
         if self.answer_prefix == "none":
             prefix = ""
-        if not self.uses_template:
+        if not (chat and self.uses_template):
             return join_texts(user, prefix)
         if self.answer_prefix == "user":
             user, prefix = join_texts(user, prefix), ""
         return join_texts(self._chat(user), prefix)
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str, chat: bool = True) -> list[int]:
         """Token ids of a rendered text. A template brings its own special tokens, so none are added to it again."""
-        return self.tokenizer(text, add_special_tokens=not self.uses_template, verbose=False)["input_ids"]
+        special = not (chat and self.uses_template)
+        return self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
-    def encode(self, user: str, prefix: str) -> list[int]:
+    def encode(self, user: str, prefix: str, chat: bool = True) -> list[int]:
         """Token ids of the prompt."""
-        return self.ids(self.text(user, prefix))
+        return self.ids(self.text(user, prefix, chat), chat)
 
-    def count(self, user: str, prefix: str) -> int:
+    def count(self, user: str, prefix: str, chat: bool = True) -> int:
         """Number of tokens of the prompt."""
-        return len(self.encode(user, prefix))
+        return len(self.encode(user, prefix, chat))
 
     def prompt(self, sample: Sample, limit: int | None) -> Prompt:
         """A sample rendered, tokenised and checked: nothing is truncated, and the answer fits as well.
 
         Raises EvalError if prompt and new tokens together exceed `limit`, or if the prompt starts with two BOS tokens.
         """
-        text = self.text(sample.input, sample.answer_prefix)
-        ids = self.ids(text)
+        text = self.text(sample.input, sample.answer_prefix, sample.chat)
+        ids = self.ids(text, sample.chat)
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise EvalError(
@@ -123,6 +127,11 @@ class Renderer:
                 "model is known to take more"
             )
         return Prompt(sample, len(ids), ids_sha256(ids), fold(text, sample.input))
+
+    def frozen(self, prompt: Prompt) -> str:
+        """The text of a frozen prompt; runs of earlier versions did not keep it."""
+        sample = prompt.sample
+        return self.text(sample.input, sample.answer_prefix, sample.chat) if prompt.text is None else prompt.text
 
     def fingerprint(self) -> dict[str, Any]:
         """What the rendering depends on, for the manifest: hashes of tokenizer and template, and the options."""

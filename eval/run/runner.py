@@ -127,8 +127,7 @@ class Runner:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, from its frozen text. Raises EvalError if they are not those that were frozen."""
-        sample, text = prompt.sample, prompt.text
-        ids = self.renderer.ids(self.renderer.text(sample.input, sample.answer_prefix) if text is None else text)
+        ids = self.renderer.ids(self.renderer.frozen(prompt), prompt.sample.chat)
         if ids_sha256(ids) != prompt.ids_sha256:
             raise EvalError(f"{prompt.sample.id}: the tokenizer makes other ids of this prompt than when it was frozen")
         return ids
@@ -142,6 +141,7 @@ class Runner:
             tuple(prompt.sample.id for prompt in batch),
             [self._ids(prompt) for prompt in batch],
             batch[0].sample.max_new_tokens,
+            batch[0].sample.stop,
         )
         start, failure = time.perf_counter(), None
         try:
@@ -156,7 +156,12 @@ class Runner:
             self._base(condition, prompt)
             | {
                 "output": answer.text,
-                "score": scoring.score(answer.text, prompt.sample.references, prompt.sample.metric),
+                "score": scoring.score(
+                    answer.text,
+                    prompt.sample.references,
+                    prompt.sample.metric,
+                    scoring.opening(self.renderer.frozen(prompt), prompt.sample.answer_prefix),
+                ),
                 "n_prompt": len(ids),
                 "n_new": answer.n_new,
                 "hit_cap": answer.hit_cap,
@@ -193,8 +198,8 @@ class Runner:
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
-    """At most `size` prompts at a time, in order, each time of one task and one cap on new tokens."""
-    for _, alike in groupby(prompts, lambda prompt: (prompt.sample.task, prompt.sample.max_new_tokens)):
+    """At most `size` prompts at a time, in order, each time of one task and one end of answers."""
+    for _, alike in groupby(prompts, lambda p: (p.sample.task, p.sample.max_new_tokens, p.sample.stop)):
         task = list(alike)
         for start in range(0, len(task), size):
             yield task[start : start + size]

@@ -2,62 +2,34 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.sources.samples import Sample
 
-from . import builtin, hub, jsonl, shapes
+from . import builtin, hub, jsonl, longbench, shapes
 from .haystack import open_haystack
+from .request import Loaded, Request, choose
 from .tasks import Family
 
 if TYPE_CHECKING:
     from latent_santa.eval.run.render import Renderer
 
-
-@dataclass(frozen=True)
-class Request:
-    """Which prompts are wanted: n of each task, around `length` tokens, drawn with `seed`.
-
-    start  number of the first sample of a builtin task
-    """
-
-    data: str  # "builtin", "hub" or "jsonl:DIR"
-    tasks: tuple[str, ...]
-    n: int
-    length: int
-    seed: int = 42
-    select: str = "sample"
-    haystack: str = "prose"
-    hub_revision: str = "main"
-    offline: bool = False
-    start: int = 0
-
-
-@dataclass
-class Loaded:
-    """Samples in task order, what they were made from (goes into the manifest), and what a reader should know."""
-
-    samples: list[Sample]
-    origin: dict[str, Any]
-    warnings: list[str] = field(default_factory=list)
+_OF_FILES: dict[str, Family] = {"hub": "official", "jsonl": "official", "helmet": "helmet", "longbench": "longbench"}
 
 
 def family(data: str, tiny: bool) -> Family:
     """Which task names a data option has; the tiny model has builtin tasks of its own. Raises EvalError if unknown."""
     if data == "builtin":
         return "tiny" if tiny else "builtin"
-    if data == "hub" or data.startswith("jsonl:"):
-        if tiny:
-            raise EvalError(
-                f"--model builtin:tiny understands its own prompts only; --data must be builtin, not {data}"
-            )
-        return "official"
-    raise EvalError(f"unknown --data {data!r}; choose builtin, hub or jsonl:DIR")
+    kind, colon, _ = data.partition(":")
+    found = _OF_FILES.get(kind) if colon or data == "hub" else None
+    if found is None:
+        raise EvalError(f"unknown --data {data!r}; choose builtin, hub or jsonl:DIR")
+    if tiny:
+        raise EvalError(f"--model builtin:tiny understands its own prompts only; --data must be builtin, not {data}")
+    return found
 
 
 def load_samples(
@@ -65,6 +37,8 @@ def load_samples(
 ) -> Loaded:
     """All samples of a request; calls `advance(task)` after each. Raises EvalError, early where it can."""
     kind = family(request.data, tiny)
+    if kind == "longbench":
+        return longbench.load(request, renderer, advance)
     if kind == "official":
         return _official(request, advance)
     if kind == "tiny":
@@ -103,15 +77,6 @@ def _tiny(request: Request, renderer: Renderer, advance: Callable[[str], None]) 
             samples.append(sample)
             advance(task)
     return Loaded(samples, {"data": "builtin:tiny", "haystack": request.haystack})
-
-
-def choose(available: int, n: int, task: str, seed: int, select: str) -> list[int]:
-    """Record numbers of a task: the first n, or n drawn without replacement, in file order either way."""
-    if n > available:
-        raise EvalError(f"--n {n}: {task} has {available} records")
-    if select == "first":
-        return list(range(n))
-    return sorted(random.Random(f"{seed}/{task}").sample(range(available), n))
 
 
 def _official(request: Request, advance: Callable[[str], None]) -> Loaded:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.sources.samples import Sample, make_sample
 
-from . import counting, facts, needles, tracing
+from . import counting, facts, json_kv, needles, tracing
 from .fitting import Draft, TooShort, largest_fit
 from .haystack import Haystack
-from .tasks import BUILTIN
+from .tasks import BUILTIN, BUILTIN_MORE
 
 Count = Callable[[str, str], int]
+TASKS = BUILTIN | BUILTIN_MORE
 
 _ATTEMPTS = 20
 
@@ -29,7 +30,7 @@ def sample_seed(seed: int, task: str, number: int, attempt: int = 0) -> str:
 
 def cap(task: str, length: int) -> int:
     """Cap on new tokens: the benchmark's own, but at most an eighth of a length below 1024 tokens."""
-    official = BUILTIN[task].max_new_tokens
+    official = TASKS[task].max_new_tokens
     return official if length >= 1024 else min(official, max(24, length // 8))
 
 
@@ -39,6 +40,8 @@ def draft(task: str, length: int, haystack: Haystack, seed: str) -> Draft:
         return needles.draft(task, length, haystack, seed)
     if task == "vt":
         return tracing.draft(task, length, seed)
+    if task == "json_kv":
+        return json_kv.draft(length, seed)
     if task in ("facts_1", "facts_2"):
         return facts.draft(task, length, seed)
     return counting.common_words(task, length, seed) if task == "cwe" else counting.frequent_words(task, length, seed)
@@ -80,7 +83,7 @@ def sample(task: str, number: int, length: int, count: Count, seed: int, haystac
                 text,
                 made.references,
                 answer_prefix=prefix,
-                metric=BUILTIN[task].metric,
+                metric=TASKS[task].metric,
                 max_new_tokens=new_tokens,
                 source="builtin",
             )

@@ -34,15 +34,21 @@ def find(directory: Path, task: str, length: int) -> Path:
     )
 
 
-def read(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """All records of a file and its SHA-256. Raises EvalError naming a line that is not a JSON object."""
-    content = path.read_bytes()
+def text(path: Path) -> str:
+    """The text of a file. Raises EvalError if it cannot be read, or is not UTF-8."""
     try:
-        text = content.decode("utf-8")
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise EvalError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise EvalError(f"{path} is not UTF-8: {error}") from error
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """All records of a file and its SHA-256. Raises EvalError naming a line that is not a JSON object."""
     records = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    content = text(path)
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -52,4 +58,4 @@ def read(path: Path) -> tuple[list[dict[str, Any]], str]:
         if not isinstance(record, dict):
             raise EvalError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
         records.append(record)
-    return records, hashlib.sha256(content).hexdigest()
+    return records, hashlib.sha256(content.encode()).hexdigest()

@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Metric = Literal["all", "any"]
+Metric = Literal["all", "any", "substring", "exact", "rouge_l", "option", "ndcg_10", "letter"]
+METRICS: tuple[str, ...] = get_args(Metric)
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,12 @@ class Sample:
     id             "task/000017": the task and the sample's number in its source, never a field of the source
     input          text of the user's turn, context and question together
     answer_prefix  words that the answer is started with (may be empty; may begin with a space)
-    references     accepted answers; `metric` "all" scores the fraction found, "any" scores 1 if one is found
+    references     accepted answers, as the `metric` reads them (`scoring.py`, `answers.py`)
     max_new_tokens cap on generated tokens
     source         where the sample comes from, for example "builtin" or "jsonl"
-    text_sha256    hash of everything above that a model or a scorer sees
+    text_sha256    hash of everything here that a model or a scorer sees
+    chat           whether the input goes through the chat template, in a run that uses one
+    stop           an answer ends at a token that is one of these texts
     """
 
     id: str
@@ -33,6 +36,8 @@ class Sample:
     max_new_tokens: int
     source: str
     text_sha256: str
+    chat: bool = True
+    stop: tuple[str, ...] = ()
 
 
 def make_sample(
@@ -45,6 +50,8 @@ def make_sample(
     metric: Metric = "all",
     max_new_tokens: int,
     source: str,
+    chat: bool = True,
+    stop: Iterable[str] = (),
 ) -> Sample:
     """Build a `Sample` with its id and hash.
 
@@ -57,18 +64,21 @@ def make_sample(
         raise ValueError(f"{sample_id}: the input is empty")
     if not texts or not all(text.strip() for text in texts):
         raise ValueError(f"{sample_id}: references must be non-empty texts, got {texts!r}")
-    if metric not in ("all", "any"):
-        raise ValueError(f"{sample_id}: metric must be 'all' or 'any', got {metric!r}")
+    if metric not in METRICS:
+        raise ValueError(f"{sample_id}: metric must be one of {', '.join(METRICS)}, got {metric!r}")
     if max_new_tokens < 1:
         raise ValueError(f"{sample_id}: max_new_tokens must be at least 1, got {max_new_tokens}")
     seen = [task, input, answer_prefix, list(texts), metric, max_new_tokens]
+    ends = tuple(stop)
+    if not chat or ends:  # samples without these had their hashes before there were any
+        seen += [chat, list(ends)]
     digest = hashlib.sha256(json.dumps(seen, ensure_ascii=True).encode()).hexdigest()
-    return Sample(sample_id, task, input, answer_prefix, texts, metric, max_new_tokens, source, digest)
+    return Sample(sample_id, task, input, answer_prefix, texts, metric, max_new_tokens, source, digest, chat, ends)
 
 
 def sample_to_dict(sample: Sample) -> dict[str, Any]:
     """The sample as JSON types."""
-    return asdict(sample) | {"references": list(sample.references)}
+    return asdict(sample) | {"references": list(sample.references), "stop": list(sample.stop)}
 
 
 def sample_from_dict(data: dict[str, Any]) -> Sample:
@@ -82,6 +92,8 @@ def sample_from_dict(data: dict[str, Any]) -> Sample:
         metric=data["metric"],
         max_new_tokens=data["max_new_tokens"],
         source=data["source"],
+        chat=data.get("chat", True),
+        stop=data.get("stop", ()),
     )
     if (sample.id, sample.text_sha256) != (data["id"], data["text_sha256"]):
         raise ValueError(f"sample {data['id']}: its text does not match its stored hash")

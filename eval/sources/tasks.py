@@ -1,4 +1,4 @@
-"""Names of the tasks, their metric and their cap, for the three families of prompts: official, builtin and tiny."""
+"""Names of the tasks, their metric and their cap, for every family of prompts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.sources.samples import Metric
 
-Family = Literal["official", "builtin", "tiny"]
+Family = Literal["official", "builtin", "tiny", "helmet", "longbench"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the benchmark fixes for one task: its metric ("all": fraction of references) and its cap on new tokens."""
+    """What the benchmark fixes for one task: its metric (`scoring.score`) and its cap on new tokens."""
 
     metric: Metric
     max_new_tokens: int
@@ -44,15 +44,43 @@ BUILTIN: dict[str, Task] = {name: task for name, task in OFFICIAL.items() if not
     "facts_2": OFFICIAL["qa_2"],
 }
 
+# HELMET's recall task in this project's own wording; it is none of RULER's, so "all" leaves it out.
+BUILTIN_MORE = {"json_kv": Task("substring", 100)}
+
+# The 13 tasks of HELMET that the paper ran, in the order of its Tables 9 and 10.
+HELMET: dict[str, Task] = {
+    "nq": Task("substring", 20),
+    "triviaqa": Task("substring", 20),
+    "popqa": Task("substring", 20),
+    "hotpotqa": Task("substring", 20),
+    "msmarco": Task("ndcg_10", 200),
+    "trec_coarse": Task("exact", 20),
+    "trec_fine": Task("exact", 20),
+    "nlu": Task("exact", 20),
+    "banking77": Task("exact", 20),
+    "clinc150": Task("exact", 20),
+    "infbench_qa": Task("rouge_l", 10),
+    "infbench_mc": Task("option", 10),
+    "json_kv": Task("substring", 100),
+}
+RAG = ("nq", "triviaqa", "popqa", "hotpotqa")
+LONGBENCH = ("longbench_v2",)
+
 TINY = ("single", "multikey", "multivalue", "multiquery", "vt", "fwe", "facts")
 TINY_HARD = tuple(f"{name}_hard" for name in TINY)
 
 SINGLE_NEEDLES = frozenset({"niah_single_1", "niah_single_2", "niah_single_3", "single"})
 
-_NAMES: dict[Family, tuple[str, ...]] = {"official": tuple(OFFICIAL), "builtin": tuple(BUILTIN), "tiny": TINY}
+_NAMES: dict[Family, tuple[str, ...]] = {
+    "official": tuple(OFFICIAL),
+    "builtin": tuple(BUILTIN),
+    "tiny": TINY,
+    "helmet": tuple(HELMET),
+    "longbench": LONGBENCH,
+}
+_MORE: dict[Family, tuple[str, ...]] = {"builtin": tuple(BUILTIN_MORE), "tiny": TINY_HARD}
 
 _ALIASES: dict[Family, dict[str, str]] = {
-    "official": {},
     "builtin": {"qa_1": "facts_1", "qa_2": "facts_2"},
     "tiny": {
         "niah_single_1": "single",
@@ -63,21 +91,27 @@ _ALIASES: dict[Family, dict[str, str]] = {
     },
 }
 
-_GROUPS = {"mla3": ("niah_multivalue", "fwe", "qa_1")}
+_MLA3: dict[str, tuple[str, ...]] = {"mla3": ("niah_multivalue", "fwe", "qa_1")}
+_GROUPS: dict[Family, dict[str, tuple[str, ...]]] = {
+    "official": _MLA3,
+    "builtin": _MLA3,
+    "tiny": _MLA3 | {"hard": TINY_HARD},
+    "helmet": {"rag": RAG, "icl": ("trec_coarse", "trec_fine", "nlu", "banking77", "clinc150")},
+}
 
 
 def resolve_tasks(spec: str, family: Family) -> tuple[str, ...]:
-    """Task names for `all`, `mla3` or a comma-separated list; an official name stands for its analogue.
+    """Task names for `all`, a group of the family or a comma-separated list; an official name stands for its analogue.
 
     The tiny model has harder variants as well, `hard` for all of them; `all` is the plain ones.
     Raises EvalError for an unknown, empty or repeated name, listing the names of the family.
     """
-    groups = _GROUPS | {"all": _NAMES[family]} | ({"hard": TINY_HARD} if family == "tiny" else {})
-    known = _NAMES[family] + groups.get("hard", ())
+    groups = _GROUPS.get(family, {}) | {"all": _NAMES[family]}
+    known = _NAMES[family] + _MORE.get(family, ())
     wanted: list[str] = []
     for word in (part.strip() for part in spec.split(",")):
         wanted += groups.get(word, (word,))
-    names = tuple(_ALIASES[family].get(name, name) for name in wanted)
+    names = tuple(_ALIASES.get(family, {}).get(name, name) for name in wanted)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise EvalError(
@@ -91,6 +125,10 @@ def resolve_tasks(spec: str, family: Family) -> tuple[str, ...]:
 
 def mean_label(tasks: tuple[str, ...]) -> str:
     """What an equal-weight mean over `tasks` may be called; only all 13 official tasks make "all 13 tasks"."""
+    if set(tasks) == set(HELMET):
+        return "all 13 HELMET tasks of the paper"
+    if set(tasks) == set(RAG):
+        return "HELMET RAG, mean of 4 tasks"
     if set(tasks) == set(OFFICIAL):
         return "all 13 tasks"
     if set(tasks) == set(BUILTIN):
