@@ -71,6 +71,24 @@ class Grouped:
         return replace(self, teams=teams, seen=seen)
 
 
+class Observed(NamedTuple):
+    """Query states of a prompt's last tokens.
+
+    Attributes:
+        states: ``(B, heads, W, D)``, as the attention function gets them.
+        scale: the attention module's own scaling.
+        stop: rows up to and including the last token's.
+    """
+
+    states: Tensor
+    scale: float
+    stop: int
+
+    def followed(self, index: Tensor) -> Observed:
+        """Those of the sequences ``index (B',)``."""
+        return self._replace(states=self.states.index_select(0, index.to(self.states.device)))
+
+
 class Snapshot(NamedTuple):
     """A layer's rows and what was known about them at one moment."""
 
@@ -79,6 +97,7 @@ class Snapshot(NamedTuple):
     buffers: tuple[Tensor, Tensor] | None
     grouped: Grouped
     waiting: tuple[int, int] | None
+    observed: Observed | None
 
 
 class TeamLayer(DynamicLayer):
@@ -92,6 +111,7 @@ class TeamLayer(DynamicLayer):
         grouped: team records and spans.
         waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
+        observed: queries of the last prompt's end, where somebody asked for them.
         buffers: where the rows lie, with free ones behind them; None while they lie elsewhere.
         asked: rows that the present generation may come to hold, or None when unknown.
         place: while a step with fixed addresses runs, ``(1,)`` int64, the row that it writes; else None.
@@ -107,6 +127,7 @@ class TeamLayer(DynamicLayer):
         self.grouped = Grouped()
         self.waiting: tuple[int, int] | None = None
         self.noise_key: Tensor | None = None
+        self.observed: Observed | None = None
         self.asked: int | None = None
         self.place: Tensor | None = None
         self.graph: Any = None
@@ -256,7 +277,7 @@ class TeamLayer(DynamicLayer):
         self.is_initialized = False
         self.buffers = self.graph = None
         self._reserve = 0
-        self.grouped, self.waiting, self.noise_key = Grouped(), None, None
+        self.grouped, self.waiting, self.noise_key, self.observed = Grouped(), None, None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         with self._ours():
@@ -286,6 +307,24 @@ class TeamLayer(DynamicLayer):
         self.grouped = self.grouped.followed(index)
         if self.noise_key is not None:
             self.noise_key = self.noise_key.index_select(0, index)
+        if self.observed is not None:
+            self.observed = self.observed.followed(index)
+
+    def observe(self, states: Tensor, scale: float, most: int) -> None:
+        """Keep the queries of the last ``most`` prompt tokens; ``states (B, heads, n, D)`` are those of the last rows.
+
+        Pieces of one prompt follow one another. Drafts behind a prompt are none of its tokens.
+        """
+        if self.waiting is None:
+            return
+        start, first = self.waiting[0], self.get_seq_length() - states.shape[2]
+        stop = min(self.waiting[1], self.get_seq_length())
+        if stop <= first:
+            return
+        own, before = states[:, :, : stop - first].detach(), self.observed
+        if before is not None and start < first == before.stop and before.states.shape[0] == own.shape[0]:
+            own = torch.cat((before.states[:, :, -(first - start) :], own), 2)
+        self.observed = Observed(own[:, :, -most:].clone(), scale, stop)
 
     def overwrite_last(self, keys: Tensor, values: Tensor) -> None:
         """Write the last row anew, ``(B, heads, 1, D)`` each."""
@@ -295,7 +334,7 @@ class TeamLayer(DynamicLayer):
 
     def snapshot(self) -> Snapshot:
         """The present state, for :meth:`rewind`: views of the rows, not copies."""
-        return Snapshot(self.keys, self.values, self.buffers, self.grouped, self.waiting)
+        return Snapshot(self.keys, self.values, self.buffers, self.grouped, self.waiting, self.observed)
 
     def rewind(self, to: Snapshot) -> None:
         """Go back to an earlier state of this layer. Rows behind those held then may have been written since.
@@ -304,6 +343,7 @@ class TeamLayer(DynamicLayer):
         """
         self._set(to.keys, to.values)
         self.buffers, self.grouped, self.waiting, self.noise_key = to.buffers, to.grouped, to.waiting, None
+        self.observed = to.observed
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Hold these rows ``(B, heads, N, D)`` instead of the present ones; the teams stay."""

@@ -92,6 +92,13 @@ class Control:
         self.names = [n for n in names if n not in ("args", "kwargs")]
         self.graphs = StepGraphs(self, graphs)
 
+    @property
+    def observed(self) -> int:
+        """How many queries of a prompt's end are kept: in a prefill for any settings, as many as any method needs."""
+        if self.thread.preparing:
+            return max(method.window for method in METHODS.values())
+        return METHODS[self.config.method].window
+
     def count(self, kind: Kind) -> int:
         """Calls of one kind since the last reset, whatever the settings."""
         return sum(made[kind] for made in self.calls.values())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from latent_santa.config import SantaConfig
-from latent_santa.methods import METHODS
+from latent_santa.methods import METHODS, Method
 from latent_santa.parent_records import ParentRecords
+from latent_santa.prompt_queries import PromptQueries
 from latent_santa.routing_keys import RoutingKeys, quantise_parts
 from latent_santa.teams import Teams, join_teams
 
@@ -43,9 +44,38 @@ def group_waiting(
         points = [adapters[n].points(layers[n].keys)[:, :, :stop] for n in numbers]
         rows = [adapters[n].rows(layers[n].keys[:, :, :stop], layers[n].values[:, :, :stop]) for n in numbers]
         seen = None if visible is None else visible[:, :stop]
-        for n, teams in zip(numbers, method.build(points, rows, member, config), strict=True):
+        if method.window:
+            queries = [_queries(layers[n], adapters[n], start, stop, visible, method) for n in numbers]
+            records: Iterable[Teams | None] = method.build_by_queries(queries, rows, member, config)
+        else:
+            records = method.build(points, rows, member, config)
+        for n, teams in zip(numbers, records, strict=True):
             layers[n].grouped = _extended(layers[n].grouped, teams, start, stop, seen, config)
             layers[n].waiting = None
+
+
+def _queries(
+    layer: TeamLayer, adapter: Adapter, start: int, stop: int, visible: Tensor | None, method: Method
+) -> PromptQueries:
+    """The queries of the last tokens of the span, in the rows' own coordinates.
+
+    Raises:
+        NotImplementedError: the cache does not hold them.
+    """
+    held, wanted = layer.observed, min(method.window, stop - start)
+    if held is None or held.stop != stop or held.states.shape[2] < wanted:
+        raise NotImplementedError(
+            f"method {method.name!r} chooses rows by the queries of the prompt's last tokens, and this cache came "
+            f"without those of rows {stop - wanted} to {stop}: it was filled under another method or no patch, or has "
+            "an answer behind the prompt. Fill a new cache under this method, or use santa.prefill, which keeps them"
+        )
+    states = held.states[:, :, -wanted:]
+    parts = adapter.query(states.transpose(1, 2).flatten(0, 1)[:, :, None])
+    batch = states.shape[0]
+    if visible is None:
+        visible = torch.ones(batch, stop, dtype=torch.bool, device=states.device)
+    folded = tuple(part.unflatten(0, (batch, wanted)).movedim(1, 3) for part in parts)
+    return PromptQueries(folded, held.scale, visible[:, :stop].to(states.device))
 
 
 def _member(visible: Tensor | None, batch: int, start: int, stop: int, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from latent_santa.methods import METHODS
 from latent_santa.step import DecodeStep, Draw, Output, Sampling
 from latent_santa.teams import Teams
 
-from .calls import ModelCall
+from .calls import Kind, ModelCall
 from .control import Control
 from .families import Adapter
 
@@ -60,6 +60,8 @@ class PatchedLayer:
             self._count_dense(call, key, value)
             if self.control.thread.heard is not None:
                 self.control.thread.heard.setdefault(self.layer, []).append((query, kwargs["scaling"]))
+        if call.kind in (Kind.PREFILL, Kind.VERIFY) and (most := self.control.observed):
+            call.layers[self.layer].observe(query, kwargs["scaling"], most)
         mask = call.dense_mask(mask, self.model_config._attn_implementation)
         return self._dense(query, key, value, mask, **kwargs)
 

@@ -25,8 +25,9 @@ from .tiny_models import assert_same, cache_of, generate, padded, prompt, tiny_m
 SCANS = ("oracle_rows", "oracle_teams")
 TEAMS = ("oracle_teams", "top_teams", "uncorrected")
 PAGES = ("quest", "page_mean", "rope_blocks")
-TOGETHER = ("page_mean", "rope_blocks", "streaming_llm")  # the heads of a group choose together
-BASELINES = ("oracle_rows", *TEAMS, *PAGES, "streaming_llm")
+TOGETHER = ("page_mean", "rope_blocks", "streaming_llm", "tova")  # the heads of a group choose together
+KEPT = ("snapkv", "tova")  # in loops in test_kept_rows.py
+BASELINES = ("oracle_rows", *TEAMS, *PAGES, "streaming_llm", *KEPT)
 # a budget at which tiny prompts leave rows out
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 8}
 
@@ -125,7 +126,7 @@ def built(case, config):
 
 def runs():
     """Every baseline at budgets from one unit to all rows, pooled too where it has a choice."""
-    for method, budget in product(BASELINES, (4, 8, 16, 400)):
+    for method, budget in product((name for name in BASELINES if name not in KEPT), (4, 8, 16, 400)):
         yield method, max(budget, 5) if method == "streaming_llm" else budget, "per_head"
         if "estimator" in METHODS[method].settings:
             yield method, budget, "pooled"
@@ -192,7 +193,7 @@ def test_the_ledger_is_in_the_units_of_equations_13_and_14(model, method):
         else:
             unit = MLA_UNIT if mla else GQA_UNIT
             # five parents of two teams and one of one; eleven pages
-            scored = {"quest": 22, "streaming_llm": 0}.get(method, 11)
+            scored = {"quest": 22, "streaming_llm": 0, **dict.fromkeys(KEPT, 0)}.get(method, 11)
             assert totals["routing"] == calls * groups * scored
             key, row = (96, 96) if mla else (32, 64)
             share = Fraction(1, 3) if mla and method == "rope_blocks" else 1  # 8 rotary numbers of 24
@@ -299,7 +300,8 @@ def test_integer_codes_rank_nearly_as_keys_do(model, method):
     [("quest", 3, "quest selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
      ("page_mean", 3, "page_mean selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
      ("rope_blocks", 3, "rope_blocks selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
-     ("streaming_llm", 4, "S must be more than 4")],
+     ("streaming_llm", 4, "S must be more than 4"),
+     ("snapkv", 1, "S is at least 2")],
 )  # fmt: skip
 def test_budgets_that_select_nothing_are_refused(method, budget, rule):
     with pytest.raises(ValueError) as error:
@@ -332,6 +334,8 @@ def test_names_and_slugs_tell_them_apart():
         "page_mean B=4 S=8",
         "rope_blocks B=4 S=8",
         "streaming_llm S=8",
+        "snapkv S=8",
+        "tova S=8",
     ]
     assert slug(configs[1]) == "oracle_teams_contiguous_8-2_per_head_s8"
     assert len({slug(config) for config in configs}) == len(configs)

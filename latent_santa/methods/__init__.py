@@ -13,8 +13,10 @@ from .quest import Quest
 from .rope_blocks import RopeBlocks
 from .santa import Santa
 from .santapp import SantaPlusPlus
+from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 from .top_teams import TopTeams
+from .tova import Tova
 from .uncorrected import Uncorrected
 
 METHODS: dict[str, Method] = {
@@ -32,6 +34,8 @@ METHODS: dict[str, Method] = {
         PageMean(),
         RopeBlocks(),
         StreamingLLM(),
+        SnapKV(),
+        Tova(),
         MagicPIG(),
         AbsorbedDense(),
         Dense(),

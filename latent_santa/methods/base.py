@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..access import Unit, attended_unit
 from ..backends import Backend
+from ..prompt_queries import PromptQueries
 from ..rows import Rows
 from ..step import DecodeStep, Output, Sampling
 from ..teams import Teams
@@ -29,6 +30,7 @@ class Method:
         sampled: False for a method that leaves a decoding call to the model's own attention.
         fixed_shapes: whether a step launches the same kernels on the same shapes whatever its tensors hold, and reads
             none of them on the host, so that a CUDA graph may replay it.
+        window: queries of a prompt's last tokens that its rows are grouped by, in :meth:`build_by_queries`.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Method:
     settings: tuple[str, ...] = ()
     sampled = True
     fixed_shapes = False
+    window = 0
 
     def check(self, config: SantaConfig) -> None:
         """See that the settings go together.
@@ -67,6 +70,16 @@ class Method:
             Each layer's team records; None for a method that has none.
         """
         return [None] * len(points)
+
+    def build_by_queries(
+        self, queries: Sequence[PromptQueries], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+    ) -> Iterable[Teams]:
+        """What a method with a ``window`` does in place of :meth:`build`.
+
+        Args:
+            queries: of each layer, those of the span's last ``window`` tokens, or of all if it has fewer.
+        """
+        raise NotImplementedError(f"method {self.name!r} looks at no queries")
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         """One decoding step of one layer; ``choose`` gives the backend that runs the sampled operator."""
