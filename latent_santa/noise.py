@@ -9,6 +9,7 @@ for every budget. The same draws one by one are :func:`latent_santa.naive_noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -38,8 +39,7 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: Tensor) -> tuple
     ones = (1,) * c0.dim()
     k = key.movedim(-1, 0)
     k = k.reshape(2, *ones[k.dim() - 1 :], *k.shape[1:])
-    factor = torch.tensor((ROUND_B, ROUND_A), device=key.device).view(2, *ones)
-    weyl = torch.tensor((WEYL_A, WEYL_B), device=key.device).view(2, *ones)
+    factor, weyl = (numbers.view(2, *ones) for numbers in _constants(key.device))
     even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
     for turn in range(10):
         # in place: these are the largest temporaries of a decoding step
@@ -47,6 +47,12 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: Tensor) -> tuple
         even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(k + weyl * turn).bitwise_and_(MASK)
         odd = product.bitwise_and_(MASK)
     return even[0], odd[0], even[1], odd[1]
+
+
+@lru_cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The multipliers and the key's steps, ``(2,)`` int64 each, copied to a device once."""
+    return torch.tensor((ROUND_B, ROUND_A), device=device), torch.tensor((WEYL_A, WEYL_B), device=device)
 
 
 def uniform(word: Tensor) -> Tensor:

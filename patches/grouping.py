@@ -33,8 +33,9 @@ def group_waiting(
         config: the settings in force.
     """
     jobs: dict[tuple[torch.device, tuple[int, int]], list[int]] = {}
+    grouping = config.grouping
     for number, layer in enumerate(layers):
-        if layer.grouped.grouping not in (None, config.grouping):
+        if layer.grouped.grouping not in (None, grouping):
             layer.regroup()
         if layer.waiting is not None and layer.get_seq_length():
             jobs.setdefault((layer.keys.device, layer.waiting), []).append(number)

@@ -39,7 +39,7 @@ class Adapter(Protocol):
         """What parents and teams are formed on, ``(B, G, N, D)``."""
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Query states ``(B, G * H, 1, D)`` as one float32 ``(B, G, H, D)`` per key part.
+        """Query states ``(B, G * H, 1, D)`` as one ``(B, G, H, D)`` per key part, float32 or the rows' dtype.
 
         It reads the module's weights as they are now; the ``output`` calls of the same step use the same weights.
         """

@@ -23,8 +23,10 @@ class GqaAdapter(Adapter):
         self.group = module.num_key_value_groups
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Query states ``(B, G * H, 1, D)`` as one part ``(B, G, H, D)``, float32; a group's heads are neighbours."""
-        return (states[:, :, 0].float().unflatten(1, (-1, self.group)),)
+        """Query states ``(B, G * H, 1, D)`` as one part ``(B, G, H, D)``; a group's heads are neighbours."""
+        states = states[:, :, 0].unflatten(1, (-1, self.group))
+        # kernels feed a float32 query over half-precision rows in two parts, of which the second would be zero
+        return (states if states.is_cuda else states.float(),)
 
     def rows(self, keys: Tensor, values: Tensor) -> Rows:
         return Rows((keys,), values)

@@ -11,8 +11,7 @@ from latent_santa.rows import Rows
 
 from .adapter import Adapter
 
-# whether a product of two half-precision batches may leave float32
-MIXED = "dtype" in torch.ops.aten.bmm.overloads()
+HALF = (torch.bfloat16, torch.float16)
 
 
 class MlaAdapter(Adapter):
@@ -74,15 +73,16 @@ class MlaAdapter(Adapter):
         )
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Query states ``(B, H, 1, nope + rope)`` as parts ``(B, 1, H, rank)`` and ``(B, 1, H, rope)``, float32."""
+        """Query states ``(B, H, 1, nope + rope)`` as parts ``(B, 1, H, rank)`` and ``(B, 1, H, rope)``.
+
+        On a GPU they keep the model's half precision, as in its own attention, and W_UK is not copied to float32.
+        """
         self._weights = self.up_projection().to(states.device)
         content, rotary = states[:, :, 0].split((self.nope, self.rope), -1)
         w_uk = self._weights[:, : self.nope]
-        if MIXED and w_uk.is_cuda and w_uk.dtype == content.dtype in (torch.bfloat16, torch.float16):
-            # the products are exact in float32, so that no float32 copy of the weight is needed
-            absorbed = torch.bmm(content.transpose(0, 1), w_uk, out_dtype=torch.float32).transpose(0, 1)
-        else:
-            absorbed = torch.einsum("bhd,hdr->bhr", content.float(), w_uk.float())
+        if w_uk.is_cuda and w_uk.dtype == content.dtype in HALF:
+            return torch.bmm(content.transpose(0, 1), w_uk).transpose(0, 1)[:, None], rotary[:, None]
+        absorbed = torch.einsum("bhd,hdr->bhr", content.float(), w_uk.float())
         return absorbed[:, None], rotary.float()[:, None]
 
     def rows(self, keys: Tensor, values: Tensor) -> Rows:
@@ -96,8 +96,11 @@ class MlaAdapter(Adapter):
     def output(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """Latent sums ``(B, 1, H, rank)`` as attention output ``(B, 1, H, v)`` in the model's dtype."""
         assert self._weights is not None
-        w_uv = self._weights[:, self.nope :].float()
-        return torch.einsum("bghr,hvr->bghv", out, w_uv).to(dtype)
+        w_uv = self._weights[:, self.nope :]
+        if w_uv.is_cuda and w_uv.dtype == dtype in HALF:
+            latents = out[:, 0].transpose(0, 1).to(dtype)
+            return torch.bmm(latents, w_uv.transpose(1, 2)).transpose(0, 1)[:, None]
+        return torch.einsum("bghr,hvr->bghv", out, w_uv.float()).to(dtype)
 
     def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The class's own expansion, for dense calls."""

@@ -71,6 +71,11 @@ def _reason(base: Any) -> str | None:
         rope = getattr(config, "rope_parameters", None) or {}
         if isinstance(rope, dict) and rope.get("rope_type") in GROWING:
             return f"its rotary embedding ({rope['rope_type']}) looks at the positions on the host"
+        for name in ASKED:
+            if getattr(config, name, False):
+                return f"{name}=True stands in its configuration"
+    if not getattr(base.config, "return_dict", True):
+        return "return_dict=False stands in its configuration"
     for name, module in base.named_modules():
         if hasattr(module, "_hf_hook"):
             return f"accelerate moves weights around {name or 'the model'}"
@@ -97,9 +102,9 @@ def reason_of_call(control: Control, call: ModelCall, kwargs: dict[str, Any]) ->
     if torch.is_autocast_enabled(device.type):
         return "autocast is enabled"
     for name in ASKED:
-        if kwargs.get(name) or (kwargs.get(name) is None and getattr(control.base.config, name, False)):
+        if kwargs.get(name):
             return f"{name}=True was asked for"
-    if not kwargs.get("return_dict", getattr(control.base.config, "return_dict", True)):
+    if not kwargs.get("return_dict", True):
         return "return_dict=False was asked for"
     for name, value in kwargs.items():
         if not isinstance(value, (Tensor, Cache, *PLAIN)):
