@@ -226,6 +226,8 @@ class TeamLayer(DynamicLayer):
             buffer = new.new_empty(*new.shape[:-2], room, new.shape[-1])
             if length:
                 _write(buffer, 0, old)
+            # a masked row still meets a weight of 0, which does not make up for what memory may hold
+            _write(buffer, length, buffer.new_zeros(()).expand_as(buffer[..., length:, :]))
             fresh.append(buffer)
         self.buffers = (fresh[0], fresh[1])
         return self.buffers

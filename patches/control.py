@@ -179,7 +179,15 @@ class Control:
         return known
 
     def after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forward hook: after a prefill, group its rows and replay its last token (Appendix F)."""
+        """Forward hook: what follows a call."""
+        try:
+            return self._followed(base, kwargs, output)
+        finally:
+            if not self.thread.replaying:
+                self.thread.call = ModelCall(Kind.UNCACHED)  # a cache goes when its user lets go of it
+
+    def _followed(self, base: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """After a prefill, group its rows and replay its last token (Appendix F)."""
         call, thread = self.thread.call, self.thread
         if call.full:
             self.count_full()

@@ -46,7 +46,6 @@ class FixedCall(ModelCall):
         self._index: dict[tuple[Any, ...], Tensor] = {}
         self._suffixes: dict[tuple[Any, ...], Suffix] = {}
         self._entries: list[Entry] = []
-        self.ledger = self  # type: ignore[assignment]
 
     def set(self, call: ModelCall) -> None:
         """Enter what the next step depends on; a few small launches."""
@@ -64,6 +63,7 @@ class FixedCall(ModelCall):
         """What all layers share, from the place alone. The cache's layers are forgotten at the end of the step: they
         keep the graph, which would otherwise keep them."""
         self.layers = layers
+        self.ledger = self  # type: ignore[assignment]
         for layer in layers:
             layer.place = self.place
         seen = self._rows <= self.place
@@ -83,7 +83,7 @@ class FixedCall(ModelCall):
         """Let go of the cache and of what the step computed."""
         for layer in self.layers:
             layer.place = None
-        self.layers, self._entries = (), []
+        self.layers, self.ledger, self._entries = (), None, []
         self._suffixes.clear()
         self.visible = self.step = self._ahead = None
 

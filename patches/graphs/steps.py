@@ -29,7 +29,7 @@ log = logging.getLogger("latent_santa")
 MODES = ("auto", "on", "off")
 # a capture costs what some replays save: so many steps must follow where their number is known, and so many must have
 # been made on the same rows where it is not
-LEAST_AHEAD, LEAST_BEHIND = 8, 4
+LEAST_AHEAD, LEAST_BEHIND = 4, 2
 SHORT = "too few steps to pay for a capture"
 
 
@@ -117,7 +117,7 @@ class StepGraphs:
         if self.mode == "on":
             return True
         if first.asked is not None:
-            return first.asked - first.get_seq_length() >= LEAST_AHEAD
+            return first.asked - 1 - first.get_seq_length() > LEAST_AHEAD  # the last token is not fed
         rows, made = self._behind.get(first, (None, 0))
         made = made + 1 if rows is first.buffers else 1
         self._behind[first] = (first.buffers, made)
