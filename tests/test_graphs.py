@@ -1,4 +1,4 @@
-"""Captured decoding steps, with a stand-in for CUDA graphs: what is replayed, what is not and why, and what stays equal."""
+"""Captured decoding steps, with a stand-in for CUDA graphs: what is replayed, what is not and why, what stays equal."""
 
 from __future__ import annotations
 
@@ -246,6 +246,8 @@ def test_a_capture_that_fails_leaves_the_step_as_it_was_and_is_not_tried_again()
 
 def test_new_settings_other_weights_and_other_adapters_are_captured_anew() -> None:
     model = tiny_model("qwen2")
+    adapted = model.model.layers[0].mlp  # what PEFT's layers say of themselves
+    vars(adapted).update(disable_adapters=False, merged=False, active_adapters=["one"], scaling={"one": 1.0})
     with latent_santa.patch(model, graphs="on", **SMALL) as santa:
         cache = filled(model)
 
@@ -260,6 +262,8 @@ def test_new_settings_other_weights_and_other_adapters_are_captured_anew() -> No
         assert captures(lambda: None) == 0
         assert captures(lambda: santa.configure(budget=32)) == 1
         assert captures(lambda: setattr(model.model.norm.weight, "data", model.model.norm.weight.data.clone())) == 1
+        assert captures(lambda: adapted.scaling.update(one=0.5)) == 1
+        assert captures(lambda: setattr(adapted, "disable_adapters", True)) == 1
         assert captures(lambda: santa.prepare(cache)) == 0
         assert captures(lambda: cache.reorder_cache(torch.tensor([0]))) == 1
         assert captures(lambda: cache.crop(-1)) == 0  # a cut-off draft leaves the rows where they are
