@@ -44,22 +44,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write the files and show the table."""
-    spec = options.model_spec(args)
-    diagnosing.fill(args, DEFAULTS)
+    spec, base = diagnosing.start(args, DEFAULTS)
     args.parents = args.parents or ["contiguous"]
-    base = options.base_config(args, spec)
     asked = [condition for condition in options.conditions(args, base) if condition.method != "dense"]
     if not asked:
         raise EvalError("--methods dense: it has no error; give another method")
     from latent_santa.eval.diagnose.frontier import HEADER, NOTES, Frontier, cells
-    from latent_santa.eval.report.tables import output_console, plain_table
 
     summary = diagnosing.run(args, Frontier(asked), spec, base)
-    console = output_console()
-    table = plain_table("", HEADER)
-    for line in summary["lines"]:
-        table.add_row(*cells(line))
-    console.print(table)
-    for note in NOTES:
-        console.print(note, markup=False, highlight=False)
+    diagnosing.show(HEADER, list(map(cells, summary["lines"])), NOTES)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.commands import options
@@ -49,6 +50,39 @@ def add_options(parser: argparse.ArgumentParser, defaults: Defaults, calls: bool
     )
     parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw the pictures")
     parser.set_defaults(calls=None)
+
+
+def add_grouping_options(parser: argparse.ArgumentParser) -> None:
+    """Add what groupings depend on; the diagnostics of groupings sample nothing."""
+    add = parser.add_argument_group("grouping").add_argument
+    add(
+        "--kmeans-engine",
+        default="auto",
+        choices=("auto", "sklearn", "torch"),
+        help="k-means of the parents; auto: PyTorch for rows on a GPU, else scikit-learn",
+    )
+    add("--kmeans-seed", type=int, default=0, help="seed of k-means")
+    parser.set_defaults(draws="independent", routing_dtype="model", backend="auto", seed=0)
+
+
+def start(args: argparse.Namespace, defaults: Defaults) -> tuple[ModelSpec, SantaConfig]:
+    """The model and what all settings share, once the options are filled in. Raises EvalError."""
+    spec = options.model_spec(args)
+    fill(args, defaults)
+    return spec, options.base_config(args, spec)
+
+
+def show(header: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
+    """Print a table and how to read it."""
+    from latent_santa.eval.report.tables import output_console, plain_table
+
+    console = output_console()
+    shown = plain_table("", header)
+    for line in lines:
+        shown.add_row(*line)
+    console.print(shown)
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
 
 
 def fill(args: argparse.Namespace, defaults: Defaults) -> None:

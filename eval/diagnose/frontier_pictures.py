@@ -24,12 +24,14 @@ def error_against_rows(lines: list[dict[str, Any]], title: str) -> dict[str, byt
 def _total(named: dict[str, list[dict[str, Any]]], title: str) -> bytes:
     figure = new_figure(9.5, max(5.5, 0.17 * len(named)))
     axes = figure.add_subplot(yscale="log", xlabel=ROWS_READ, ylabel=ERROR)
+    labelled: list[tuple[int, float, float]] = []
     for number, (name, own) in enumerate(named.items()):
         at, errors = [line["kv"] for line in own], arms([line["error"] for line in own])
         means = [max(line["error"]["mean"], FLOOR) for line in own]
         axes.errorbar(at, means, yerr=errors, capsize=2, label=name, **_style(number))
         for x, y, line in zip(at, means, own, strict=True):
-            if line["best"] and line["S"]:
+            if line["best"] and not any(s == line["S"] and x - a < 3 and y / b > 0.8 for s, a, b in labelled):
+                labelled.append((line["S"], x, y))
                 axes.annotate(f"S={line['S']}", (x, y), xytext=(3, -9), textcoords="offset points", fontsize=6)
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)

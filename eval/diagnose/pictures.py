@@ -33,3 +33,21 @@ def arms(intervals: list[dict[str, Any]]) -> list[list[float]]:
         one if one["low"] is not None else dict.fromkeys(("mean", "low", "high"), one["mean"]) for one in intervals
     ]
     return [[one["mean"] - one["low"] for one in known], [one["high"] - one["mean"] for one in known]]
+
+
+def bars(heights: dict[str, dict[str, dict[str, Any]]], label: str, title: str) -> bytes:
+    """Grouped bars with intervals: for each name its tasks' means."""
+    tasks = list(dict.fromkeys(task for own in heights.values() for task in own))
+    figure = new_figure(max(7.5, 1.2 * len(tasks) + 4.5), 4.5)
+    axes = figure.add_subplot(ylabel=label)
+    width = 0.8 / len(heights)
+    for number, (name, own) in enumerate(heights.items()):
+        at = [place + (number - (len(heights) - 1) / 2) * width for place, task in enumerate(tasks) if task in own]
+        intervals = [own[task] for task in tasks if task in own]
+        means = [interval["mean"] for interval in intervals]
+        axes.bar(at, means, width, yerr=arms(intervals), capsize=2, label=name, color=f"C{number % 10}")
+    axes.set_xticks(range(len(tasks)), tasks, fontsize=8)
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3, axis="y")
+    figure.legend(loc="outside right upper", fontsize=7)
+    return png(figure)
