@@ -107,8 +107,11 @@ class Recorded:
                     step = visible.sum(-1)
                 for layer, rows in zip(layers, self._rows, strict=True):
                     layer.hold(*(part[..., :seen, :] for part in rows))
-                control.begin(ModelCall(Kind.DECODE if number else Kind.REPLAY, layers, visible, step))
+                call = ModelCall(Kind.DECODE if number else Kind.REPLAY, layers, visible, step)
+                control.begin(call)
                 for place, layer in enumerate(layers):
                     states, scale = self._heard[place][number]
                     module = self._control.adapters[place].module
                     module._latent_santa(states, layer.keys, layer.values, None, scaling=scale)
+                if call.full:
+                    control.count_full()
