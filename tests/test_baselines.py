@@ -25,9 +25,9 @@ from .tiny_models import assert_same, cache_of, generate, padded, prompt, tiny_m
 SCANS = ("oracle_rows", "oracle_teams")
 TEAMS = ("oracle_teams", "top_teams", "uncorrected")
 PAGES = ("quest", "page_mean", "rope_blocks")
-TOGETHER = ("page_mean", "rope_blocks", "streaming_llm", "tova")  # the heads of a group choose together
+TOGETHER = ("page_mean", "rope_blocks", "sparq", "streaming_llm", "tova")  # the heads of a group choose together
 KEPT = ("snapkv", "tova")  # in loops in test_kept_rows.py
-BASELINES = ("oracle_rows", *TEAMS, *PAGES, "streaming_llm", *KEPT)
+BASELINES = ("oracle_rows", *TEAMS, *PAGES, "sparq", "streaming_llm", *KEPT)
 # a budget at which tiny prompts leave rows out
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 8}
 
@@ -83,8 +83,32 @@ def first_and_recent(budget, inputs):
     return np.array([attend(q, keys, values, used, scale) for q in queries]), [0, len(used) - exact, exact]
 
 
+def by_large_dimensions(budget, inputs):
+    """SparQ of one sequence and group."""
+    queries, keys, values, scale = (inputs[name] for name in ("queries", "keys", "values", "scale"))
+    suffix, prompt = list(inputs["suffix"]), len(keys) - len(inputs["suffix"])
+    if prompt <= budget:
+        outputs = [attend(q, keys, values, range(len(keys)), scale) for q in queries]
+        return np.array(outputs), [0, prompt, len(suffix)]
+    dims = sorted(top(np.abs(queries).sum(0), keys.shape[1] // 4))
+    rough = []
+    for query in queries:
+        covered = sum(abs(query[d]) for d in dims) / sum(abs(query))
+        rough.append([scale * sum(query[d] * key[d] for d in dims) / math.sqrt(covered) for key in keys])
+    kept = top(np.sum(rough, 0)[:prompt], budget) | set(suffix)
+    outputs = []
+    for query, own in zip(queries, rough, strict=True):
+        mass = np.exp(own)
+        a = sum(mass[i] for i in kept) / mass.sum()
+        outputs.append(a * attend(query, keys, values, kept, scale) + (1 - a) * values.mean(0))
+    parts = math.ceil(keys.shape[1] / len(dims))  # in which the mean value is counted
+    return np.array(outputs), [len(keys) + parts, budget, len(suffix)]
+
+
 def in_loops(method, config, inputs, frozen):
     """One sequence and group: outputs ``(H, V)`` and (routing, union, suffix); ``frozen`` are the keys at prefill."""
+    if method == "sparq":
+        return by_large_dimensions(config.budget, inputs)
     if method == "streaming_llm":
         return first_and_recent(config.budget, inputs)
     queries, keys, values, scale = (inputs[name] for name in ("queries", "keys", "values", "scale"))
@@ -192,11 +216,13 @@ def test_the_ledger_is_in_the_units_of_equations_13_and_14(model, method):
             assert santa.access.percent == (100 if mla else pytest.approx(50 + 50 * attended / totals["dense"]))
         else:
             unit = MLA_UNIT if mla else GQA_UNIT
-            # five parents of two teams and one of one; eleven pages
+            # five parents of two teams and one of one; eleven pages; every row, and a mean value in four parts
             scored = {"quest": 22, "streaming_llm": 0, **dict.fromkeys(KEPT, 0)}.get(method, 11)
-            assert totals["routing"] == calls * groups * scored
+            every = totals["dense"] + 4 * calls * groups
+            assert totals["routing"] == (every if method == "sparq" else calls * groups * scored)
             key, row = (96, 96) if mla else (32, 64)
             share = Fraction(1, 3) if mla and method == "rope_blocks" else 1  # 8 rotary numbers of 24
+            share = Fraction(1, 4) if method == "sparq" else share
             assert totals["bytes"] == totals["routing"] * key * share + attended * row
             assert santa.access.percent_bound == santa.access.percent_without_routing and "bound" not in santa.report()
             assert totals["routing_read"] == pytest.approx(float(share * totals["routing"]), rel=1e-15)
@@ -333,6 +359,7 @@ def test_names_and_slugs_tell_them_apart():
         "quest B=4 S=8",
         "page_mean B=4 S=8",
         "rope_blocks B=4 S=8",
+        "sparq S=8",
         "streaming_llm S=8",
         "snapkv S=8",
         "tova S=8",

@@ -14,6 +14,7 @@ from .rope_blocks import RopeBlocks
 from .santa import Santa
 from .santapp import SantaPlusPlus
 from .snapkv import SnapKV
+from .sparq import SparQ
 from .streaming_llm import StreamingLLM
 from .top_teams import TopTeams
 from .tova import Tova
@@ -33,6 +34,7 @@ METHODS: dict[str, Method] = {
         Quest(),
         PageMean(),
         RopeBlocks(),
+        SparQ(),
         StreamingLLM(),
         SnapKV(),
         Tova(),
