@@ -17,7 +17,7 @@ from latent_santa.eval.errors import EvalError
 
 pytest.importorskip("triton", reason="triton is not installed: bench operator cannot run")
 
-from latent_santa.eval.bench.workload import Size, load, save, synthetic
+from latent_santa.eval.bench.workload import FORMAT, Size, load, save, synthetic
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -59,10 +59,10 @@ def test_operator_without_a_gpu_says_what_to_do(capsys: pytest.CaptureFixture[st
 def test_a_file_that_holds_no_workload_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "x.pt"
     if content is None:
-        torch.save({"format": 2, "keys": ()}, path)
+        torch.save({"format": FORMAT, "keys": ()}, path)
     else:
         path.write_bytes(content)
-    with pytest.raises(EvalError, match=r"x.pt is no workload of format 2 \(\w+\): write it again with"):
+    with pytest.raises(EvalError, match=rf"x.pt is no workload of format {FORMAT} \(\w+\): write it again with"):
         load(path, "cpu")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from latent_santa.eval.bench.timing import ratio_interval
 from latent_santa.eval.bench.workload import Size, Workload, load, save, synthetic
 from latent_santa.eval.cli import main
 from latent_santa.eval.errors import EvalError
-from latent_santa.step import Sampling
+from latent_santa.step import Output, Sampling
 
 from .tiny_models import tiny_model
 
@@ -40,9 +41,9 @@ class FakeClock:
         return {name: [10.0 * n + r for r in range(3)] for n, name in enumerate(methods, 1)}
 
 
-def small(layout: str = "mla", batch: int = 1, context: int = 96) -> Workload:
+def small(layout: str = "mla", batch: int = 1, context: int = 96, parent_summary: str | None = None) -> Workload:
     size = Size(layout, 4, 1 if layout == "mla" else 2, context, batch, 32)
-    return synthetic(size, dtype=torch.float16, device="cpu")
+    return synthetic(size, dtype=torch.float16, device="cpu", parent_summary=parent_summary)
 
 
 def test_ratio_and_its_interval() -> None:
@@ -69,12 +70,17 @@ def test_synthetic_workloads(layout: str) -> None:
 
 def test_bytes_a_call_must_read() -> None:
     w = small("gqa")
-    assert bytes_read(w, 10, 3) == {"routing": 48 * (64 + 4), "union": 1280, "suffix": 384}
-    assert bytes_read(quantised(w, "int4"), 0, 0)["routing"] == 48 * (16 + 2 * 2 + 4)
+    rows = {"union": torch.tensor([[10, 0]]), "suffix": torch.tensor([[1, 2]])}
+    one = Output(torch.empty(0), torch.empty(0), torch.tensor([[24, 24]]), **rows)
+    assert bytes_read(w, Sampling(2), one) == {"routing": 48 * (64 + 4), "union": 1280, "suffix": 384}
+    assert bytes_read(quantised(w, "int4"), Sampling(2), one)["routing"] == 48 * (16 + 2 * 2 + 4)
+    two = replace(one, routing=torch.tensor([[2 * 6 + 8, 2 * 6 + 4]]))  # 6 parents of two vectors, and their teams
+    w = small("gqa", parent_summary="diagonal")
+    assert bytes_read(w, Sampling(2, parents=2), two)["routing"] == 12 * (2 * 64 + 4) + 12 * (64 + 4)
 
 
 def test_a_saved_workload_is_the_same(tmp_path: Path) -> None:
-    w = small("gqa")
+    w = small("gqa", batch=2, parent_summary="diagonal")
     save(w, tmp_path / "sub" / "w.pt")
     again = load(tmp_path / "sub" / "w.pt", "cpu")
     assert (
@@ -82,7 +88,10 @@ def test_a_saved_workload_is_the_same(tmp_path: Path) -> None:
         and again.step.scale == w.step.scale
         and again.teams.row_bound == w.teams.row_bound
     )
-    tensors = [(*x.step.query, *x.step.rows.keys, x.step.rows.values) for x in (w, again)]
+    tensors = [
+        (*x.step.query, *x.step.rows.keys, x.step.rows.values, x.teams.parents.of_team, *x.teams.parents.spread)
+        for x in (w, again)
+    ]
     assert all(torch.equal(one, other) for one, other in zip(*tensors, strict=True))
     latent = small("mla")
     save(latent, tmp_path / "l.pt")
@@ -114,20 +123,27 @@ def test_measuring_and_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     if not interpreting():
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(module, "baselines", lambda w: ({"dense": lambda: None}, {"FA3": "ImportError: none"}))
-    settings = [Setting(Sampling(2)), Setting(Sampling(2, "pooled"), "int8")]
-    records = [measure(small("gqa", context=c), settings, FakeClock(), ("graph",), 4e12, True) for c in (64, 96)]
+    settings = [Setting(Sampling(2)), Setting(Sampling(2, "pooled", parents=2), "int8")]
+    records = [
+        measure(small("gqa", context=c, parent_summary="mean"), settings, FakeClock(), ("graph",), 4e12, True)
+        for c in (64, 96)
+    ]
     first = records[0]
     json.dumps(records)
     assert first["dense"]["dense"]["graph"]["us"] == 11 and first["sampled"][1]["graph"]["us"] == 31
     assert all(entry["error"] < 2e-3 for entry in first["sampled"])
-    assert list(first["sampled"][1]["stages_us"]) == ["route", "select", "pool", "attend", "combine"]
+    assert list(first["sampled"][0]["stages_us"]) == ["route", "select", "attend", "combine"]
+    assert list(first["sampled"][1]["stages_us"])[:2] == ["route parents", "select parents"]
+    assert all(0 < entry["attention_error"] < 3 for entry in first["sampled"])
     assert first["sampled"][0]["graph"]["ratios"]["dense"]["ratio"] == pytest.approx(11 / 21)
     text = report.markdown(FACTS, records)
     assert "| GQA 4/2/32, b1, 64 rows (synthetic) | sampled per head K=2 | 21.0 |" in text
     assert "0.52 [" in text and "- FA3: ImportError: none" in text and "## launched from a stream" not in text
     assert "Checked against the PyTorch operator with the same noise: 4 of 4 settings" in text and "**" not in text
     first["sampled"][1]["error"] = 0.3
-    assert "- GQA 4/2/32, b1, 64 rows (synthetic), pooled K=2 routing int8: 3.0e-01" in report.markdown(FACTS, records)
+    assert "- GQA 4/2/32, b1, 64 rows (synthetic), pooled K1=2 K=2 routing int8: 3.0e-01" in report.markdown(
+        FACTS, records
+    )
     picture = report.plot(records)
     assert picture is not None and picture.startswith(b"\x89PNG")
     assert report.plot(records[:1]) is None
@@ -171,6 +187,7 @@ def test_goals_belong_to_their_settings() -> None:
     assert goal_of("mla", 16, 8, 131072, "per_head", 32, "int4") == 5.0
     assert goal_of("mla", 16, 8, 131072, "pooled", 32, "model") is None
     assert goal_of("mla", 16, 8, 131072, "per_head", 8, "model") is None
+    assert [goal_of("mla", 16, 32, 65536, "pooled", 32, "model", two) for two in (False, True)] == [None, 3.5]
     assert len({goal.key for goal in GOALS}) == len(GOALS)
 
 

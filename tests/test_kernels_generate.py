@@ -15,13 +15,16 @@ if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
 
 
-@pytest.mark.parametrize(("name", "estimator"), [("deepseek_v2", "pooled"), ("llama", "per_head")])
-def test_generation(name: str, estimator: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "estimator", "routing"), [("deepseek_v2", "pooled", "two_stage"), ("llama", "per_head", "one_stage")]
+)
+def test_generation(name: str, estimator: str, routing: str) -> None:
     model = tiny_model(name)
     ids, mask = padded([40, 29])
     if name == "llama":
         ids, mask = ids[:1], mask[:1]
     settings = {"parents": "contiguous", "parent_size": 4, "representatives": 2, "budget": 8, "estimator": estimator}
+    settings |= {"routing": routing, "parents_per_head": 3}
     answers, reads = [], []
     for backend in ("torch", "triton"):
         with latent_santa.patch(model, backend=backend, **settings) as santa:

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Goal:
     """A workload's sizes, ``heads`` in all and the ratio aimed at for K = 32 teams a head, with CUDA graphs and a cold
-    L2; ``int4`` is the ratio with 4-bit routing keys, and ``estimator`` the one that the goal is set for."""
+    L2; ``int4`` is the ratio with 4-bit routing keys, ``two_stage`` that of two stages with either estimator, and
+    ``estimator`` the one that the goals of one stage are set for."""
 
     layout: str
     heads: int
     groups: int
     batch: int
     context: int
-    ratio: float
+    ratio: float | None
     int4: float | None = None
     estimator: str = "per_head"
+    two_stage: float | None = None
 
     @property
     def key(self) -> tuple[str, int, int, int]:
@@ -29,19 +31,32 @@ GOALS = (
     Goal("mla", 16, 1, 1, 32768, 2.0),
     Goal("mla", 16, 1, 1, 131072, 2.5, 3.0),
     Goal("mla", 16, 1, 8, 32768, 2.3, 3.0),
-    Goal("mla", 16, 1, 8, 131072, 3.0, 5.0),
+    Goal("mla", 16, 1, 8, 131072, 3.0, 5.0, two_stage=3.3),
+    Goal("mla", 16, 1, 32, 65536, None, two_stage=3.5),
     Goal("mla", 128, 1, 8, 131072, 2.0, estimator="pooled"),
     Goal("gqa", 28, 4, 1, 32768, 1.9),
     Goal("gqa", 28, 4, 1, 131072, 3.3),
-    Goal("gqa", 28, 4, 8, 131072, 5.0, 8.0),
+    Goal("gqa", 28, 4, 8, 131072, 5.0, 8.0, two_stage=4.5),
+    Goal("gqa", 28, 4, 32, 65536, None),
 )
 
 
 def goal_of(
-    layout: str, heads: int, batch: int, context: int, estimator: str, k: int, routing_dtype: str
+    layout: str,
+    heads: int,
+    batch: int,
+    context: int,
+    estimator: str,
+    k: int,
+    routing_dtype: str,
+    two_stage: bool = False,
 ) -> float | None:
     """The ratio aimed at for one measured setting, or None."""
     for goal in GOALS:
-        if goal.key == (layout, heads, batch, context) and goal.estimator == estimator and k == 32:
+        if goal.key != (layout, heads, batch, context) or k != 32:
+            continue
+        if two_stage:
+            return goal.two_stage
+        if goal.estimator == estimator:
             return {"model": goal.ratio, "int4": goal.int4}.get(routing_dtype)
     return None

@@ -7,18 +7,24 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from latent_santa.estimator import sampled_attention
+import torch
+from torch import Tensor
+
+from latent_santa.estimator import dense_attention, sampled_attention
 from latent_santa.eval.bench.baselines import baselines
 from latent_santa.eval.bench.goals import goal_of
 from latent_santa.eval.bench.timing import Launch, ratio_interval
 from latent_santa.eval.bench.workload import Workload
 from latent_santa.eval.errors import EvalError
 from latent_santa.kernels import BACKEND, Workspace
-from latent_santa.routing_keys import quantise_parts
+from latent_santa.routing_keys import RoutingKeys, quantise_parts
+from latent_santa.rows import Rows
 from latent_santa.step import Output, Sampling
 
 # the PyTorch twin of a check keeps scores and noise of all heads and teams
 MOST_CHECKED = 1 << 27
+# draws of which an attention error is the mean
+DRAWS = 8
 
 
 class Clock(Protocol):
@@ -41,7 +47,9 @@ class Setting:
     @property
     def name(self) -> str:
         """As the tables say it."""
-        parts = [self.sampling.estimator.replace("_", " "), f"K={self.sampling.k}"]
+        parts = [self.sampling.estimator.replace("_", " ")]
+        parts += [f"K1={self.sampling.parents}"] if self.sampling.parents else []
+        parts += [f"K={self.sampling.k}"]
         parts += [self.sampling.noise] if self.sampling.shared else []
         parts += [f"routing {self.routing_dtype}"] if self.routing_dtype != "model" else []
         return " ".join(parts)
@@ -49,8 +57,11 @@ class Setting:
 
 def quantised(w: Workload, routing_dtype: str) -> Workload:
     """The workload with its routing keys in another representation."""
-    parts = quantise_parts(w.teams.routing_keys, routing_dtype, w.teams.sizes > 0)
-    return replace(w, step=replace(w.step, teams=replace(w.teams, routing_keys=parts)))
+    teams, parents = w.teams, w.teams.parents
+    if parents is not None:
+        parents = replace(parents, keys=quantise_parts(parents.keys, routing_dtype, parents.sizes > 0))
+    keys = quantise_parts(teams.routing_keys, routing_dtype, teams.sizes > 0)
+    return replace(w, step=replace(w.step, teams=replace(teams, routing_keys=keys, parents=parents)))
 
 
 def operator(w: Workload, setting: Setting, workspace: Workspace) -> Callable[[], Output]:
@@ -73,14 +84,44 @@ def stages(w: Workload, setting: Setting, workspace: Workspace) -> dict[str, Lau
     return {**launches.routing(), "attend": launches.attend, "combine": launches.combine}
 
 
-def bytes_read(w: Workload, union_rows: int, suffix_rows: int) -> dict[str, int]:
-    """Bytes that the method must read: routing keys with their team sizes, the union's rows and the suffix's."""
-    keys = w.teams.routing_keys
-    teams = int(w.teams.count.sum())
-    padded = w.step.batch * w.step.groups * w.teams.M
-    held = sum(part.bytes() for part in keys)
-    routing = held * teams // padded + 4 * teams
-    return {"routing": routing, "union": union_rows * w.row_bytes, "suffix": suffix_rows * w.row_bytes}
+def bytes_read(w: Workload, sampling: Sampling, output: Output) -> dict[str, int]:
+    """Bytes that the method must read: routing keys with their sizes, the union's rows and the suffix's."""
+    scored, routing = int(output.routing.sum()), 0
+    parents = w.teams.parents
+    if sampling.parents is not None and parents is not None:
+        first = parents.count[parents.count > sampling.parents]
+        scored -= int(first.sum()) * parents.vectors
+        routing = int(first.sum()) * (parents.vectors * _key_bytes(parents.keys) + 4)
+    routing += scored * (_key_bytes(w.teams.routing_keys) + 4)
+    rows = {"union": int(output.union.sum()), "suffix": int(output.suffix.sum())}
+    return {"routing": routing, **{name: count * w.row_bytes for name, count in rows.items()}}
+
+
+def _key_bytes(keys: tuple[RoutingKeys, ...]) -> int:
+    """Bytes of one routing key."""
+    return sum(part.bytes() // part.shape[:3].numel() for part in keys)
+
+
+def exact(w: Workload) -> Tensor:
+    """Dense attention over all rows, ``(B, G, H, V)`` in float32; one sequence at a time bounds the copies."""
+    step = w.step
+    outs = []
+    for b in range(step.batch):
+        keys = tuple(part[b : b + 1] for part in step.rows.keys)
+        rows = Rows(keys, keys[0] if w.layout == "mla" else step.rows.values[b : b + 1])
+        visible = None if step.visible is None else step.visible[b : b + 1]
+        outs.append(dense_attention(tuple(q[b : b + 1].float() for q in step.query), rows, visible, step.scale)[0])
+    return torch.cat(outs)
+
+
+def attention_error(w: Workload, launch: Callable[[], Output], want: Tensor) -> float:
+    """Relative error of the output against dense attention, mean over heads, sequences and draws."""
+    errors = []
+    for _ in range(DRAWS):
+        w.step.draw.step.add_(1)
+        errors.append((launch().out - want).norm(dim=-1) / want.norm(dim=-1))
+    w.step.draw.step.sub_(DRAWS)
+    return float(torch.stack(errors).mean())
 
 
 def checked(w: Workload, setting: Setting, launch: Callable[[], Output]) -> tuple[Output, float | None]:
@@ -110,16 +151,18 @@ def measure(
     calls: dict[str, Launch] = dict(dense)
     # each setting has a workspace of its own, so that stages find what their setting left there
     spaces = {setting: Workspace() for setting in settings}
+    dense_output = exact(w)
     loads = {setting: quantised(w, setting.routing_dtype) for setting in settings}
     for setting in settings:
         launch = operator(loads[setting], setting, spaces[setting])
         output, error = checked(loads[setting], setting, launch)
         calls[setting.name] = launch
-        union, suffix = int(output.union.sum()), int(output.suffix.sum())
-        read = bytes_read(loads[setting], union, suffix)
+        read = bytes_read(loads[setting], setting.sampling, output)
         record["sampled"].append(
             {"name": setting.name, **asdict(setting.sampling), "routing_dtype": setting.routing_dtype, "error": error,
-             "union_rows": union, "bytes": read, "workspace_bytes": spaces[setting].bytes()}
+             "attention_error": attention_error(loads[setting], launch, dense_output),
+             "routing_rows": int(output.routing.sum()), "union_rows": int(output.union.sum()), "bytes": read,
+             "workspace_bytes": spaces[setting].bytes()}
         )  # fmt: skip
     rows_bytes = w.step.batch * w.step.groups * w.context * w.row_bytes
     for mode in modes:
@@ -160,5 +203,6 @@ def _set_goals(record: dict[str, Any]) -> None:
     w = record["workload"]
     for entry in record["sampled"]:
         entry["goal"] = goal_of(
-            w["layout"], w["heads"], w["batch"], w["context"], entry["estimator"], entry["k"], entry["routing_dtype"]
-        )
+            w["layout"], w["heads"], w["batch"], w["context"], entry["estimator"], entry["k"], entry["routing_dtype"],
+            entry["parents"] is not None,
+        )  # fmt: skip

@@ -7,7 +7,18 @@ from typing import Any
 
 from latent_santa.eval.report.tables import markdown_table
 
-HEADER = ("workload", "method", "time", "of copy bandwidth", "against", "ratio [95 %]", "goal", "stages", "union rows")
+HEADER = (
+    "workload",
+    "method",
+    "time",
+    "of copy bandwidth",
+    "against",
+    "ratio [95 %]",
+    "goal",
+    "error",
+    "stages",
+    "rows",
+)
 MODES = {"graph": "inside CUDA graphs", "stream": "launched from a stream"}
 
 
@@ -34,7 +45,9 @@ def markdown(facts: dict[str, Any], records: list[dict[str, Any]]) -> str:
         f"Times are microseconds, medians of round medians ({protocol}; evict in MiB, before every timed call). A "
         "ratio is dense time over sampled time, against the fastest dense method of the same run and mode, with its "
         "bootstrap interval over paired rounds; ratios under CUDA graphs hold in CUDA graphs only. Bandwidth counts "
-        "the bytes that each method must read. Stages are timed alone, each after an eviction: they do not add up. "
+        "the bytes that each method must read. Error is the attention error: the output against dense attention, "
+        "relative, mean over heads, sequences and draws. Rows are those scored in routing and those of the union. "
+        "Stages are timed alone, each after an eviction: they do not add up. "
         "Synthetic rows are random, so heads agree on few teams and unions are large.",
     ]
     for mode, title in MODES.items():
@@ -78,7 +91,7 @@ def _rows(record: dict[str, Any], mode: str) -> list[list[str]]:
     for method, timed in record["dense"].items():
         if mode in timed:
             own = timed[mode]
-            rows.append([name, method, f"{own['us']:.1f}", _percent(own["bandwidth_fraction"]), "", "", "", "", ""])
+            rows.append([name, method, f"{own['us']:.1f}", _percent(own["bandwidth_fraction"]), *[""] * 6])
     for entry in record["sampled"]:
         if mode not in entry:
             continue
@@ -93,7 +106,8 @@ def _rows(record: dict[str, Any], mode: str) -> list[list[str]]:
         stages = ", ".join(f"{stage} {time:.1f}" for stage, time in entry.get("stages_us", {}).items())
         rows.append(
             [name, f"sampled {entry['name']}", f"{own['us']:.1f}", _percent(own["bandwidth_fraction"]), best or "",
-             ratio, goal, stages if mode == "graph" else "", str(entry["union_rows"])]
+             ratio, goal, f"{entry['attention_error']:.3f}", stages if mode == "graph" else "",
+             f"{entry['routing_rows']} + {entry['union_rows']}"]
         )  # fmt: skip
     return rows
 

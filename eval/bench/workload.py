@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ from torch.nn.functional import pad
 from latent_santa.eval.errors import EvalError
 from latent_santa.integers import ceil_div
 from latent_santa.noise import noise_keys
+from latent_santa.parent_records import ParentRecords, summarised
 from latent_santa.parents import contiguous_parents
-from latent_santa.routing_keys import PlainKeys
+from latent_santa.routing_keys import PlainKeys, RoutingKeys
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Draw, Suffix
 from latent_santa.teams import Teams, build_teams, freeze_representatives
 
 MLA_DIMS = (512, 64)
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,12 @@ def synthetic(
     device: str = "cuda",
     seed: int = 0,
     spread: float = 2.0,
+    parent_summary: str | None = None,
 ) -> Workload:
     """Random rows around slowly moving centres, random queries whose scores have standard deviation ``spread``.
 
     Heads draw nearly disjoint teams of such rows, so the union is about as large as it can be: real heads agree more.
+    A ``parent_summary`` adds the records of the parents, for two stages.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     batch, groups, context = size.batch, size.groups, size.context
@@ -124,7 +128,10 @@ def synthetic(
     built = []
     for b in range(batch):  # one sequence at a time bounds the float32 copies
         one = Rows(tuple(k[b : b + 1] for k in keys), rows.values[b : b + 1])
-        built.append(freeze_representatives(build_teams(one.keys[0], parents, representatives), one))
+        teams = freeze_representatives(build_teams(one.keys[0], parents, representatives), one)
+        if parent_summary is not None:
+            teams = replace(teams, parents=summarised(teams, parents, one, parent_summary))
+        built.append(teams)
     suffix = Suffix(torch.empty(0, dtype=torch.int64, device=device))
     now = torch.full((batch,), context, dtype=torch.int64, device=device)
     draw = Draw(noise_keys(seed, list(range(batch)), device), now, 0)
@@ -133,25 +140,40 @@ def synthetic(
 
 
 def stacked(built: list[Teams]) -> Teams:
-    """Records of single sequences as one batch, padded to the largest team count."""
+    """Records of single sequences as one batch, padded to the largest team and parent counts."""
     most = max(t.M for t in built)
-
-    def join(name: str, fill: int) -> Tensor:
-        parts = [getattr(t, name) for t in built]
-        width = max(p.shape[-1] for p in parts)
-        return torch.cat([pad(p, (0, width - p.shape[-1]), value=fill) for p in parts])
-
-    def keys_of(i: int) -> PlainKeys:
-        return PlainKeys(torch.cat([pad(t.routing_keys[i].codes, (0, 0, 0, most - t.M)) for t in built]))
-
+    parents = [t.parents for t in built if t.parents is not None]
     return Teams(
-        sizes=join("sizes", 0),
+        sizes=_joined([t.sizes for t in built]),
         count=torch.cat([t.count for t in built]),
-        team_of_row=join("team_of_row", -1),
-        representative=join("representative", -1),
+        team_of_row=_joined([t.team_of_row for t in built], -1),
+        representative=_joined([t.representative for t in built], -1),
         row_bound=[max(t.most_rows(n + 1) for t in built) for n in range(most)],
-        routing_keys=tuple(keys_of(i) for i in range(len(built[0].routing_keys))),
+        routing_keys=_joined_keys([t.routing_keys for t in built]),
+        parents=_stacked_parents(parents) if parents else None,
     )
+
+
+def _stacked_parents(parents: list[ParentRecords]) -> ParentRecords:
+    return ParentRecords(
+        summary=parents[0].summary,
+        sizes=_joined([p.sizes for p in parents]),
+        count=torch.cat([p.count for p in parents]),
+        of_team=_joined([p.of_team for p in parents], -1),
+        most_teams=max(p.most_teams for p in parents),
+        keys=_joined_keys([p.keys for p in parents]),
+        spread=tuple(map(_joined, zip(*(p.spread for p in parents), strict=True))),
+    )
+
+
+def _joined(parts: Sequence[Tensor], fill: int = 0) -> Tensor:
+    """Tensors ``(1, G, M, ...)`` as one batch, padded to the largest M."""
+    most = max(part.shape[2] for part in parts)
+    return torch.cat([pad(part, (0, 0) * (part.dim() - 3) + (0, most - part.shape[2]), value=fill) for part in parts])
+
+
+def _joined_keys(keys: Sequence[tuple[RoutingKeys, ...]]) -> tuple[PlainKeys, ...]:
+    return tuple(PlainKeys(_joined([part.codes for part in parts])) for parts in zip(*keys, strict=True))
 
 
 def save(workload: Workload, path: Path) -> None:
@@ -161,15 +183,15 @@ def save(workload: Workload, path: Path) -> None:
         EvalError: the file cannot be written.
     """
     step, teams = workload.step, workload.teams
-    assert all(part.scales is None for part in teams.routing_keys), "a workload is saved with plain routing keys"
-    keys = tuple(part.codes for part in teams.routing_keys)
+    parents = teams.parents
     content = {
         "format": FORMAT,
         "source": workload.source,
         "query": step.query,
         "keys": step.rows.keys,
         "values": None if workload.layout == "mla" else step.rows.values,
-        "teams": vars(teams) | {"routing_keys": keys},
+        "teams": vars(teams) | {"routing_keys": _codes(teams.routing_keys), "parents": None},
+        "parents": None if parents is None else vars(parents) | {"keys": _codes(parents.keys)},
         "suffix": (step.suffix.index, step.suffix.visible),
         "draw": (step.draw.key, step.draw.step, step.draw.layer),
         "scale": step.scale,
@@ -181,6 +203,11 @@ def save(workload: Workload, path: Path) -> None:
         if path.is_file():
             path.unlink()  # half of a workload
         raise EvalError(f"--out {path}: cannot be written ({error}); give another --out") from error
+
+
+def _codes(keys: tuple[RoutingKeys, ...]) -> tuple[Tensor, ...]:
+    assert all(part.scales is None for part in keys), "a workload is saved with plain routing keys"
+    return tuple(part.codes for part in keys)
 
 
 def _cpu(value: Any) -> Any:
@@ -205,10 +232,13 @@ def load(path: Path, device: str) -> Workload:
         if held["format"] != FORMAT:
             raise ValueError(f"format {held['format']!r}")
         keys = tuple(held["keys"])
+        teams, parents = held["teams"], held["parents"]
+        if parents is not None:
+            parents = ParentRecords(**(parents | {"keys": tuple(map(PlainKeys, parents["keys"]))}))
         step = DecodeStep(
             query=tuple(held["query"]),
             rows=Rows(keys, keys[0] if held["values"] is None else held["values"]),
-            teams=Teams(**(held["teams"] | {"routing_keys": tuple(map(PlainKeys, held["teams"]["routing_keys"]))})),
+            teams=Teams(**(teams | {"routing_keys": tuple(map(PlainKeys, teams["routing_keys"])), "parents": parents})),
             suffix=Suffix(*held["suffix"]),
             draw=Draw(*held["draw"]),
             scale=held["scale"],

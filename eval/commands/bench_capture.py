@@ -27,6 +27,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--layer", type=int, help="layer to save; the middle one if not given")
     parser.add_argument("--steps", type=int, default=2, help="tokens to decode first")
     parser.add_argument("--parents", default="kmeans", choices=("kmeans", "contiguous"))
+    parser.add_argument(
+        "--parent-summary", choices=("mean", "isotropic", "diagonal"), help="save parents too, for two stages"
+    )
     parser.add_argument("--budget", type=int, default=128, help="S while decoding; the file can be timed at any K")
     parser.add_argument(
         "--out", type=options.path, default=Path("workload.pt"), metavar="FILE", help="where to write it"
@@ -46,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
     options.at_least(args, length=2, steps=1, layer=0)
     spec = options.model_spec(args)
-    checked_config(spec.resolved_device(), parents=args.parents, budget=args.budget)
+    settings = {"parents": args.parents, "budget": args.budget}
+    if args.parent_summary is not None:
+        settings |= {"routing": "two_stage", "parent_summary": args.parent_summary}
+    checked_config(spec.resolved_device(), **settings)
     check_writable(args.out.parent)
     if args.out.is_dir():
         raise EvalError(f"--out {args.out} is a directory: give a file to write")
@@ -63,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if len(ids) < args.length:
         raise EvalError(f"the prompt has {len(ids)} tokens: --length {args.length} needs a longer text")
     model = load(spec, tokenizer).model
-    workload = capture(model, ids, args.layer, args.steps, spec.name, parents=args.parents, budget=args.budget)
+    workload = capture(model, ids, args.layer, args.steps, spec.name, **settings)
     save(workload, args.out)
     print(f"{args.out}: {workload.source}, {workload.context} rows, {int(workload.teams.count.sum())} teams")
     return 0

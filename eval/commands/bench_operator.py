@@ -44,7 +44,10 @@ def add_parser(subparsers: Any) -> None:
     add("--budgets", type=numbers, default="128", help="S, nominal budgets; K = S / (P / R) teams per head")
     add("--pooled-budgets", type=numbers, help="S of the pooled estimator, where it differs from --budgets")
     add("--estimators", type=words, default="per_head,pooled", help="of per_head, pooled")
-    add("--noise", default="independent", choices=("independent", "shared"))
+    add("--noise", type=words, default="independent", help="of independent, shared")
+    add("--routing", type=words, default="one_stage", help="of one_stage, two_stage")
+    add("--parents-per-head", type=numbers, default="64", help="K1 of two stages; K of --budgets is then K2")
+    add("--parent-summary", default="mean", choices=("mean", "isotropic", "diagonal"), help="of synthetic workloads")
     add("--routing-dtypes", type=words, default="model", help="of model, int8, int4")
     add("--parent-size", type=int, default=16, help="P of synthetic workloads")
     add("--representatives", type=int, default=4, help="R of synthetic workloads")
@@ -115,7 +118,7 @@ def _one_of(option: str, given: list[str], allowed: tuple[str, ...]) -> None:
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:
-    """Every combination of budget, estimator and routing representation."""
+    """Every combination of budget, estimator, noise, stages and routing representation."""
     from latent_santa.config import SantaConfig
     from latent_santa.eval.bench.measure import Setting
     from latent_santa.kernels.support import MOST_TEAMS_PER_HEAD
@@ -123,6 +126,10 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
 
     _one_of("--estimators", args.estimators, ("per_head", "pooled"))
     _one_of("--routing-dtypes", args.routing_dtypes, ("model", "int8", "int4"))
+    _one_of("--noise", args.noise, ("independent", "shared"))
+    _one_of("--routing", args.routing, ("one_stage", "two_stage"))
+    stages = [None] if "one_stage" in args.routing else []
+    stages += args.parents_per_head if "two_stage" in args.routing else []
     settings = []
     for estimator in args.estimators:
         other = estimator == "pooled" and args.pooled_budgets is not None
@@ -140,7 +147,11 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
                         f"{option} {budget} samples {config.teams_per_head} teams per head: the kernels sample at most "
                         f"{MOST_TEAMS_PER_HEAD}"
                     )
-                settings.append(Setting(Sampling(config.teams_per_head, estimator, args.noise), routing))
+                settings += [
+                    Setting(Sampling(config.teams_per_head, estimator, noise, parents), routing)
+                    for noise in args.noise
+                    for parents in stages
+                ]
     return settings
 
 
@@ -194,7 +205,8 @@ def _workload(args: argparse.Namespace, size: Size | None) -> Workload:
     if size is None:
         workload = load(args.workload, "cuda")
     else:
-        workload = synthetic(size, args.parent_size, args.representatives, seed=args.seed)
+        summary = args.parent_summary if "two_stage" in args.routing else None
+        workload = synthetic(size, args.parent_size, args.representatives, seed=args.seed, parent_summary=summary)
     return with_query(workload, torch.float32 if args.query_dtype == "float32" else workload.step.rows.values.dtype)
 
 

@@ -36,9 +36,13 @@ def generation(model: Any, backend: str, **settings: Any) -> tuple[list[list[int
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"], ids=["mla", "gqa"])
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 @pytest.mark.parametrize("parents", ["contiguous", "kmeans"])
-def test_the_triton_backend_gives_the_torch_backends_tokens_and_rows(name: str, estimator: str, parents: str) -> None:
+@pytest.mark.parametrize("routing", ["one_stage", "two_stage"])
+def test_the_triton_backend_gives_the_torch_backends_tokens_and_rows(
+    name: str, estimator: str, parents: str, routing: str
+) -> None:
     model = tiny_model(name).cuda()
     settings = {"budget": 24, "estimator": estimator, "parents": parents, "kmeans_engine": "sklearn"}
+    settings |= {"routing": routing, "parents_per_head": 3}
     tokens, rows = generation(model, "torch", **settings)
     assert generation(model, "triton", **settings) == (tokens, rows)
 

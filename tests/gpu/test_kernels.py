@@ -33,11 +33,14 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-def check(step: DecodeStep, k: int, tolerance: float, over: dict[str, Any] | None = None) -> None:
+def check(
+    step: DecodeStep, k: int, tolerance: float, over: dict[str, Any] | None = None, parents: int | None = None
+) -> None:
     for estimator in ("per_head", "pooled"):
         for noise in ("independent", "shared"):
-            workspace = poisoned(step, k, over or {}, estimator, noise)
-            compare(kernels(step, k, workspace, estimator, noise), twin(step, k, estimator, noise), tolerance)
+            workspace = poisoned(step, k, over or {}, estimator, noise, parents)
+            got = kernels(step, k, workspace, estimator, noise, parents)
+            compare(got, twin(step, k, estimator, noise, parents), tolerance)
 
 
 @pytest.mark.parametrize("heads", [1, 14, 16])
@@ -165,14 +168,16 @@ def test_a_graph_draws_fresh_noise(layout: dict[str, Any], heads: int, estimator
     compare(held, twin(step, 8, estimator), EXACT)
 
 
-def captured(step: DecodeStep, k: int, workspace: Workspace, estimator: str) -> tuple[torch.cuda.CUDAGraph, Output]:
+def captured(
+    step: DecodeStep, k: int, workspace: Workspace, estimator: str, parents: int | None = None
+) -> tuple[torch.cuda.CUDAGraph, Output]:
     """A graph of one step, and the outputs that it fills."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        kernels(step, k, workspace, estimator)
+        kernels(step, k, workspace, estimator, parents=parents)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = kernels(step, k, workspace, estimator)
+        held = kernels(step, k, workspace, estimator, parents=parents)
     return graph, held
 
 
@@ -229,3 +234,63 @@ def test_repeats_are_bitwise_equal() -> None:
         poison(workspace)
         again = kernels(step, 32, workspace)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("summary", ["mean", "isotropic", "diagonal"])
+@pytest.mark.parametrize("layout", ["mla", "gqa"])
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
+def test_two_stages(layout: str, summary: str, query_dtype: torch.dtype) -> None:
+    sizes = {**MLA, "heads": 16} if layout == "mla" else {**GQA, "heads": 7, "groups": 4}
+    step = make_step(
+        lengths=(6000, 2500), suffix=37, hidden=3, dtype=torch.bfloat16, query_dtype=query_dtype, device="cuda",
+        summary=summary, **sizes,
+    )  # fmt: skip
+    for k1, k in ((8, 8), (64, 32), (100, 32), (200, 8), (4, 100)):
+        check(step, k, BRAIN if query_dtype == torch.bfloat16 else EXACT, parents=k1)
+
+
+@pytest.mark.parametrize("heads", [1, 40, 128])
+def test_two_stages_with_many_heads(heads: int) -> None:
+    step = make_step(heads=heads, lengths=(6000,), dtype=torch.bfloat16, device="cuda", summary="mean", **MLA)
+    check(step, 8, EXACT, parents=16)
+
+
+@pytest.mark.parametrize("parent_size, representatives", [(16, 1), (32, 12), (256, 128)])
+def test_parents_of_other_sizes(parent_size: int, representatives: int) -> None:
+    step = make_step(
+        heads=7, groups=2, lengths=(9000,), dtype=torch.bfloat16, device="cuda", summary="mean",
+        parent_size=parent_size, representatives=representatives, **GQA,
+    )  # fmt: skip
+    check(step, 16, EXACT, parents=9)
+
+
+@pytest.mark.parametrize("routing_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("layout", [MLA, GQA], ids=["mla", "gqa"])
+def test_two_stages_of_coded_keys(layout: dict[str, Any], routing_dtype: str) -> None:
+    step = make_step(
+        heads=14, lengths=(5000, 2000), dtype=torch.bfloat16, device="cuda", routing_dtype=routing_dtype,
+        summary="mean", **layout,
+    )  # fmt: skip
+    check(step, 8, EXACT, parents=32)
+
+
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_two_stages_of_a_long_prompt_in_a_graph(estimator: str) -> None:
+    """A graph draws anew, does not wait for the device, and gives the same bits again."""
+    step = make_step(heads=16, lengths=(40000, 30000), dtype=torch.bfloat16, device="cuda", summary="mean", **MLA)
+    workspace = Workspace()
+    graph, held = captured(step, 32, workspace, estimator, 64)
+    for _ in range(3):
+        poison(workspace)
+        graph.replay()
+        first = held.out.clone()
+        compare(held, twin(step, 32, estimator, parents=64), EXACT)
+        poison(workspace)
+        graph.replay()
+        assert torch.equal(first, held.out)
+        step.draw.step.add_(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernels(step, 32, workspace, estimator, parents=64)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
