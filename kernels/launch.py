@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .pool import pool_kernel
 from .route import route_kernel
 from .select import TEAMS, select_kernel
 from .support import two_stages
+from .together import pool, union_rows
 from .workspace import Workspace, own_scratch
 
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -38,7 +40,10 @@ def run(step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None
         for launch in launches.routing().values():
             launch()
         launches.attend()
-        return launches.combine()
+        output = launches.combine()
+        if step.peers is None or sampling.pooled or launches.everything:
+            return output
+        return replace(output, union=union_rows(step, launches.buffers))
 
 
 def launches_of(step: DecodeStep, sampling: Sampling, workspace: Workspace) -> Launches:
@@ -100,7 +105,7 @@ class Launches:
             split=step.query[0].dtype == torch.float32 and values.dtype != torch.float32,
             bits=16 if routed.scales is None else routed.bits,
             teams_per_head=sampling.k,
-            most_rows=step.teams.most_rows(step.heads * sampling.k),
+            most_rows=step.teams.most_rows((step.all_heads if sampling.pooled else step.heads) * sampling.k),
             processors=processors(device),
             shared_memory=shared_memory(device),
             **self._parent_shapes(),
@@ -248,6 +253,8 @@ class Launches:
 
     def pool(self) -> None:
         """One correction per team for all heads (pooled only)."""
+        if self.step.peers is not None:
+            return pool(self.step, self.sampling, self.buffers)
         s, p, b = self.shapes, self.plan, self.buffers
         pool_kernel[(ceil_div(s.places, p.pool_teams), s.batch * s.groups)](
             phi=b.phi,

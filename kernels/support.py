@@ -122,6 +122,8 @@ def _unsupported_teams(step: DecodeStep, sampling: Sampling) -> str | None:
 def _unsupported_parents(step: DecodeStep, sampling: Sampling) -> str | None:
     assert step.teams is not None and step.teams.parents is not None and sampling.parents is not None
     parents, dtype = step.teams.parents, step.rows.values.dtype
+    if step.peers is not None:
+        return "two-stage routing over a group's heads on several processes has no kernels"
     if sampling.parents > MOST_TEAMS_PER_HEAD:
         return f"{sampling.parents} parents per head are to be sampled: the kernels take at most {MOST_TEAMS_PER_HEAD}"
     wanted = {"isotropic": torch.float32, "diagonal": dtype}

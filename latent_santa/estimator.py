@@ -29,7 +29,10 @@ def sampled_attention(step: DecodeStep, sampling: Sampling) -> Output:
 def attend_teams(step: DecodeStep, picked: Selection, k: int) -> Output:
     """Attention over the suffix and the picked teams, at most K of them per head, with its counts."""
     assert step.teams is not None
-    out, lse, union = attend_selected(step, step.teams, picked, step.heads * k)
+    heads = step.all_heads if picked.whole is None else step.heads
+    out, lse, union = attend_selected(step, step.teams, picked, heads * k)
+    if picked.whole is not None:
+        union = (step.teams.sizes * picked.whole).sum(-1)
     return Output(out, lse, picked.routing, union, step.suffix.counts(step.batch)[:, None].expand(-1, step.groups))
 
 

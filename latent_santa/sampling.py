@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .peers import Peers
 from .rows import scores
 from .teams import Teams
 
@@ -20,15 +21,18 @@ class Selection:
     """The teams that a step reads.
 
     Attributes:
-        union: ``(B, G, M)`` bool, teams that any head of the group selected.
+        union: ``(B, G, M)`` bool, teams that this process reads: those that any head of the group selected, or per
+            head, where processes share the group's heads, any head of this process.
         log_correction: ``(B, G, H, M)``, or ``(B, G, 1, M)`` where the heads have one in common, float32: log c_g where
             a head uses the team, +inf where it does not, so that subtracting it from a score drops the row.
         routing: ``(B, G)`` int64, representatives scored; 0 where K >= M, since Algorithm 1 then scores none.
+        whole: ``(B, G, M)`` bool, the union over all processes, or None where ``union`` is that.
     """
 
     union: Tensor
     log_correction: Tensor
     routing: Tensor
+    whole: Tensor | None = None
 
 
 def routing_scores(query: tuple[Tensor, ...], teams: Teams, scale: float) -> Tensor:
@@ -56,7 +60,7 @@ def take_all(real: Tensor) -> Selection:
     return Selection(real, log_c, torch.zeros(real.shape[:2], dtype=torch.int64, device=real.device))
 
 
-def select(phi: Tensor, gumbels: Tensor, k: int, estimator: str, shared: bool) -> Selection:
+def select(phi: Tensor, gumbels: Tensor, k: int, estimator: str, shared: bool, peers: Peers | None = None) -> Selection:
     """Lines 8-11: Gumbel-top-K selection with its conditional inclusion corrections.
 
     A sequence with K teams or fewer has padding teams, so its tau is -inf and its corrections come out as exactly 1.
@@ -67,18 +71,19 @@ def select(phi: Tensor, gumbels: Tensor, k: int, estimator: str, shared: bool) -
         k: K, less than M.
         estimator: ``"per_head"`` or ``"pooled"``.
         shared: whether the heads of a group share their draws, which changes the pooled correction.
+        peers: the processes that have the other heads of the groups.
     """
     real = phi > -torch.inf
     count = real[:, :, 0].sum(-1)
     top = (phi + gumbels).topk(k + 1)
     kth, tau = top.values[..., -2:-1], top.values[..., -1:]
     selected = torch.zeros_like(real).scatter_(-1, top.indices[..., :-1], True) & real
-    union = selected.any(2)
+    routing = torch.where(count > k, count, 0)
     if estimator == "per_head":
+        union = selected.any(2)
         log_c = log_inclusion((phi - tau).masked_fill(~selected, 0.0)).masked_fill(~selected, torch.inf)
-    else:
-        log_c = _pooled_correction(phi, selected, union, tau, kth, shared)
-    return Selection(union, log_c, torch.where(count > k, count, 0))
+        return Selection(union, log_c, routing, None if peers is None else peers.any(union))
+    return Selection(*pooled_correction(phi, selected, tau, kth, shared, peers), routing)
 
 
 def select_top(phi: Tensor, k: int, pooled: bool = False) -> Selection:
@@ -97,8 +102,11 @@ def select_top(phi: Tensor, k: int, pooled: bool = False) -> Selection:
     return Selection(union, torch.where(used, 0.0, torch.inf), torch.where(count > k, count, 0))
 
 
-def _pooled_correction(phi: Tensor, selected: Tensor, union: Tensor, tau: Tensor, kth: Tensor, shared: bool) -> Tensor:
-    """log of the union's conditional inclusion probability, ``(B, G, 1, M)``.
+def pooled_correction(
+    phi: Tensor, selected: Tensor, tau: Tensor, kth: Tensor, shared: bool, peers: Peers | None
+) -> tuple[Tensor, Tensor]:
+    """The union ``(B, G, M)`` of the heads' teams, and the log of its conditional inclusion probability
+    ``(B, G, 1, M)``.
 
     T_{h,-g}, the K-th largest score of head h without team g, is its (K+1)-st score if it selected g and its K-th if
     not. No head takes g with probability prod_h exp(-exp(phi - T)). Heads that share one draw miss g together, when the
@@ -107,8 +115,14 @@ def _pooled_correction(phi: Tensor, selected: Tensor, union: Tensor, tau: Tensor
     threshold = torch.where(selected, tau, kth)
     margin = (phi - threshold).masked_fill(phi == -torch.inf, -torch.inf)
     joint = margin.amax(2, keepdim=True) if shared else margin.logsumexp(2, keepdim=True)
-    unused = ~union[:, :, None]
-    return log_inclusion(joint.masked_fill(unused, 0.0)).masked_fill(unused, torch.inf)
+    unused = ~selected.any(2, keepdim=True)
+    if peers is not None:
+        # a selected team's draw lifted it over the threshold, and no draw exceeds 23: e^margin does not vanish
+        mine = torch.stack((joint if shared else joint.exp(), (~unused).to(joint.dtype)))
+        joint, used = (peers.largest(mine) if shared else peers.sum(mine)).unbind()
+        joint, unused = joint if shared else joint.log(), used == 0
+    log_c = log_inclusion(joint.masked_fill(unused, 0.0)).masked_fill(unused, torch.inf)
+    return ~unused[:, :, 0], log_c
 
 
 def listed(chosen: Tensor, owner: Tensor, capacity: int) -> Tensor:

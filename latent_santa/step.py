@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .ahead import PARENTS, TEAMS, Ahead
 from .noise import gumbel_noise
+from .peers import Peers
 from .rows import Rows
 from .teams import Teams
 
@@ -95,6 +96,8 @@ class DecodeStep:
         draw: what the noise is keyed by.
         scale: the attention module's own scaling.
         visible: ``(B, N)`` bool, False for padding rows, or None when all are real.
+        peers: the processes that have the other heads of the same sharing groups, or None where all are here. Rows and
+            teams are the same in each.
     """
 
     query: tuple[Tensor, ...]
@@ -104,6 +107,7 @@ class DecodeStep:
     draw: Draw
     scale: float
     visible: Tensor | None = None
+    peers: Peers | None = None
 
     @property
     def batch(self) -> int:
@@ -117,8 +121,19 @@ class DecodeStep:
 
     @property
     def heads(self) -> int:
-        """H, query heads per sharing group."""
+        """H, query heads per sharing group, those of this process."""
         return self.query[0].shape[2]
+
+    @property
+    def all_heads(self) -> int:
+        """Query heads per sharing group, those of all processes."""
+        return self.heads * (1 if self.peers is None else self.peers.world)
+
+    def together(self) -> DecodeStep:
+        """The step with the heads of all processes; an exchange of queries."""
+        assert self.peers is not None
+        query = tuple(self.peers.joined(part, 2) for part in self.query)
+        return replace(self, query=query, draw=replace(self.draw, first=(self.draw.first[0], 0)), peers=None)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def select_teams(step: DecodeStep, sampling: Sampling) -> Selection:
         return take_all(teams.sizes > 0)
     phi = routing_scores(step.query, teams, step.scale)
     gumbels = step.draw.gumbels(step.groups, step.heads, teams.M, sampling.shared)
-    return select(phi, gumbels, k, sampling.estimator, sampling.shared)
+    return select(phi, gumbels, k, sampling.estimator, sampling.shared, step.peers)
 
 
 def _in_two_stages(step: DecodeStep, sampling: Sampling) -> Selection:
@@ -53,27 +53,35 @@ def _in_two_stages(step: DecodeStep, sampling: Sampling) -> Selection:
     parents, shape = teams.parents, (step.groups, step.heads)
     phi = parents.routing_scores(step.query, step.scale)
     gumbels = step.draw.parent_gumbels(*shape, parents.C, sampling.shared)
-    first = select(phi, gumbels, sampling.parents, sampling.estimator, sampling.shared)
+    first = select(phi, gumbels, sampling.parents, sampling.estimator, sampling.shared, step.peers)
     routing = first.routing * parents.vectors
     # the teams of the sampled parents, T of them at most, known without looking
-    most = min(teams.M, step.heads * sampling.parents * parents.most_teams)
+    heads = step.all_heads if first.whole is None else step.heads
+    most = min(teams.M, heads * sampling.parents * parents.most_teams)
     index = listed(first.union, parents.of_team, most)
     slot = torch.where(index >= 0, index, teams.M)
     parent = parents.of_team.long().gather(2, index.clamp_min(0)).clamp_min(0)
     log_c = first.log_correction.gather(3, parent[:, :, None].expand(-1, -1, first.log_correction.shape[2], -1))
     log_c = log_c.masked_fill((index < 0)[:, :, None], torch.inf)
     union = index >= 0
+    if first.whole is None:
+        scored = union.sum(-1)
+    else:
+        of_team = parents.of_team.long()
+        scored = (first.whole.gather(2, of_team.clamp_min(0)) & (of_team >= 0)).sum(-1)
     if most > k:
         psi = _team_scores(step, index) - log_c
         gumbels = step.draw.listed_gumbels(index, step.heads, teams.M, sampling.shared)
-        second = select(psi, gumbels, k, sampling.estimator, sampling.shared)
-        scored = union.sum(-1)
-        routing = routing + torch.where(scored > k, scored, 0)
+        # per head each process lists teams of its own
+        peers = step.peers if sampling.pooled else None
+        second = select(psi, gumbels, k, sampling.estimator, sampling.shared, peers)
         log_c, union = log_c + second.log_correction, second.union
+    union = _spread(union, slot, teams.M, False)
     return Selection(
-        union=_spread(union, slot, teams.M, False),
+        union=union,
         log_correction=_spread(log_c, slot[:, :, None].expand_as(log_c), teams.M, torch.inf),
-        routing=routing,
+        routing=routing + torch.where(scored > k, scored, 0),
+        whole=None if first.whole is None or step.peers is None else step.peers.any(union),
     )
 
 
