@@ -21,7 +21,7 @@ def union_rows(step: DecodeStep, buffers: Buffers) -> Tensor:
 
 
 def pool(step: DecodeStep, sampling: Sampling, buffers: Buffers) -> None:
-    """Stands in for ``pool_kernel``: the correction over all processes' heads, and its teams' marks for the row list."""
+    """In place of ``pool_kernel``: the correction over all processes' heads, and the union's marks for the row list."""
     assert step.teams is not None
     shape = (step.batch, step.groups)
     real = (step.teams.sizes > 0)[:, :, None]

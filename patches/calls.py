@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from latent_santa.access import AccessLedger
 
     from .cache_layer import TeamLayer
+    from .spread_counts import SpreadCounts
 
 
 class Kind(str, Enum):
@@ -96,7 +97,7 @@ class ModelCall:
     layers: Sequence[TeamLayer] = ()
     visible: Tensor | None = None
     step: Tensor | None = None
-    ledger: AccessLedger | None = None
+    ledger: AccessLedger | SpreadCounts | None = None
     full: bool = False
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _ahead: Ahead | None = None

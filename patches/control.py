@@ -26,6 +26,7 @@ from .graphs import StepGraphs
 from .grouping import group_waiting
 from .last_token import last_token, replace_last
 from .limits import context_limit
+from .spread_counts import SpreadCounts
 
 CACHE_NAMES = ("cache", "past_key_values")
 
@@ -78,6 +79,7 @@ class Control:
 
     def __init__(self, base: PreTrainedModel, adapters: list[Adapter], config: SantaConfig, graphs: str) -> None:
         self.base, self.adapters, self.config = base, adapters, config
+        self._others = adapters[0].peers if adapters[0].groups_apart else None
         self.access = AccessLedger()
         self.sequence_keys: list[int] | None = None
         self.shadow = False
@@ -107,6 +109,12 @@ class Control:
         """Note that K covered every team in this call, which makes it dense attention."""
         with self._lock:
             self.full_calls += 1
+
+    def join_counts(self, call: ModelCall) -> None:
+        """At a call's end: where processes have sharing groups of their own, add up what all of them read."""
+        if isinstance(call.ledger, SpreadCounts):
+            assert self._others is not None
+            call.ledger.join(self.access, self._others)
 
     def log_error(self, layer: int, error: Tensor) -> None:
         """Keep a shadow error of one layer's call."""
@@ -189,6 +197,7 @@ class Control:
     def _followed(self, base: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """After a prefill, group its rows and replay its last token (Appendix F)."""
         call, thread = self.thread.call, self.thread
+        self.join_counts(call)
         if call.full:
             self.count_full()
         if thread.replaying or call.kind is not Kind.PREFILL or thread.preparing or thread.all_logits:
@@ -284,7 +293,7 @@ class Control:
 
     def begin(self, call: ModelCall) -> None:
         self.thread.call = call
-        call.ledger = self.access
+        call.ledger = self.access if self._others is None else SpreadCounts()
         self.thread.made[call.kind] += 1
         with self._lock:
             self.calls.setdefault(self.config, Counter())[call.kind] += 1

@@ -51,6 +51,10 @@ def group_waiting(
         else:
             records = method.build(points, rows, member, config)
         for n, teams in zip(numbers, records, strict=True):
+            peers = adapters[n].peers
+            if teams is not None and peers is not None and not adapters[n].groups_apart:
+                # the processes hold the same rows, but one rounding otherwise could make other teams of them
+                teams = peers.firsts(teams, device)
             layers[n].grouped = _extended(layers[n].grouped, teams, start, stop, seen, config)
             layers[n].waiting = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from latent_santa.backends import Backend, choose
 from latent_santa.config import SantaConfig
 from latent_santa.estimator import dense_attention
 from latent_santa.methods import METHODS
+from latent_santa.methods.base import Method
 from latent_santa.step import DecodeStep, Draw, Output, Sampling
 from latent_santa.teams import Teams
 
@@ -81,7 +83,7 @@ class PatchedLayer:
         config = self.control.config
         method = METHODS[config.method]
         step = self._step(call, query, key, value, scale)
-        output = method.attend(step, config, self._backend)
+        output = self._attend(method, step, config)
         dense = step.draw.step[:, None].expand_as(output.union)
         assert call.ledger is not None
         call.ledger.record(self.layer, self._unit(step), output.routing, output.union, output.suffix, dense)
@@ -91,13 +93,22 @@ class PatchedLayer:
             self._compare(step, output)
         return self.adapter.output(output.out, query.dtype)
 
+    def _attend(self, method: Method, step: DecodeStep, config: SantaConfig) -> Output:
+        peers = step.peers
+        if peers is None or method.apart:
+            return method.attend(step, config, self._backend)
+        output = method.attend(step.together(), config, self._backend)
+        return replace(output, out=peers.own(output.out, 2), lse=peers.own(output.lse, 2))
+
     def _step(self, call: ModelCall, query: Tensor, key: Tensor, value: Tensor, scale: float) -> DecodeStep:
         rows, device = self.adapter.rows(key, value), key.device
         visible, step = call.on("visible", device), call.on("step", device)
         assert step is not None
-        draw = Draw(call.noise_key(self.layer, device), step, self.layer, call.ahead)
+        adapter = self.adapter
+        draw = Draw(call.noise_key(self.layer, device), step, self.layer, call.ahead, adapter.first)
         teams, suffix = call.layers[self.layer].grouped.teams, call.suffix(self.layer, device)
-        return DecodeStep(self.adapter.query(query), rows, teams, suffix, draw, scale, visible)
+        peers = None if adapter.groups_apart else adapter.peers
+        return DecodeStep(adapter.query(query), rows, teams, suffix, draw, scale, visible, peers)
 
     def _backend(self, step: DecodeStep, sampling: Sampling) -> Backend:
         """The backend of the sampled operator, asked for its limits once per grouping and configuration."""
@@ -138,7 +149,10 @@ class PatchedLayer:
         exact = self.adapter.output(exact, torch.float32)
         error = (self.adapter.output(output.out, torch.float32) - exact).norm(dim=-1)
         relative = error / exact.norm(dim=-1).clamp_min(1e-20)
-        self.control.log_error(self.layer, relative.flatten(1).mean(-1))
+        mean = relative.flatten(1).mean(-1)
+        if self.adapter.peers is not None:
+            mean = self.adapter.peers.sum(mean) / self.adapter.peers.world
+        self.control.log_error(self.layer, mean)
 
 
 def attention_forward(

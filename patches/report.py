@@ -34,6 +34,9 @@ def report(handle: SantaHandle, control: Control) -> str:
         f"calls: {handle.prefill_calls} prefill, {handle.sparse_calls} sparse ({control.count(Kind.REPLAY)} replays, "
         f"{handle.full_calls} with every team selected), {handle.dense_calls} dense"
     )
+    peers = control.adapters[0].peers
+    if peers is not None:
+        console.print(f"heads spread over {peers.world} processes; the rows are the whole model's")
     if handle.graphs.mode != "off":
         console.print(f"graphs: {_graphs(handle.graphs)}")
     if handle.compiled:

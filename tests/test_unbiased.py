@@ -135,8 +135,8 @@ attention_select = two_stage.select
 def test_wrong_corrections_show(monkeypatch, estimator, noise, wrong):
     """The bound above has power: corrections that look right miss it."""
 
-    def select(phi, draws, k, estimator, shared):
-        picked = attention_select(phi, draws, k, estimator, shared)
+    def select(phi, draws, k, estimator, shared, peers):
+        picked = attention_select(phi, draws, k, estimator, shared, peers)
         return replace(picked, log_correction=wrong(phi, draws, picked, k, shared))
 
     monkeypatch.setattr(two_stage, "select", select)

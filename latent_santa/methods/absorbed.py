@@ -25,6 +25,7 @@ class AbsorbedDense(Method):
     about = "exact attention over every row, straight from the cache: the fast dense baseline"
     settings = ("first_token",)
     fixed_shapes = True  # of a step on reserved rows; operators are chosen before a capture
+    apart = True
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         out, lse = attend_all(step)

@@ -31,6 +31,8 @@ class Method:
         fixed_shapes: whether a step launches the same kernels on the same shapes whatever its tensors hold, and reads
             none of them on the host, so that a CUDA graph may replay it.
         window: queries of a prompt's last tokens that its rows are grouped by, in :meth:`build_by_queries`.
+        apart: whether ``attend`` may be given a share of a sharing group's heads, with the processes that have the
+            others (``DecodeStep.peers``). Where not, each process attends with all heads and keeps its own.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Method:
     sampled = True
     fixed_shapes = False
     window = 0
+    apart = False
 
     def check(self, config: SantaConfig) -> None:
         """See that the settings go together.

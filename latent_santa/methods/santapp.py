@@ -27,6 +27,7 @@ class SantaPlusPlus(Method):
     name = "santa++"
     about = "teams sampled by their representatives (Algorithm 1)"
     fixed_shapes = True
+    apart = True
     settings: tuple[str, ...] = (
         "parents",
         "parent_size",

@@ -32,6 +32,7 @@ class StreamingLLM(Method):
     name = "streaming_llm"
     about = "the first four rows and the most recent ones"
     settings = ("budget", "first_token")
+    apart = True
 
     def check(self, config: SantaConfig) -> None:
         if config.budget <= SINKS:

@@ -28,6 +28,7 @@ class TopTeams(SantaPlusPlus):
 
     name = "top_teams"
     about = "teams of largest representative score: no noise, no correction"
+    apart = False
     settings: tuple[str, ...] = (
         "parents",
         "parent_size",

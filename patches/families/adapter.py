@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from latent_santa.peers import Peers
 from latent_santa.rows import Rows
 
 
@@ -21,12 +22,18 @@ class Adapter(Protocol):
         module: the attention module.
         replaces: attributes of the module that the patch replaces by these values until it is undone.
         key_dims: dimensions of each part of a row's key.
+        peers: the processes that the module's heads are spread over (tensor parallelism), or None.
+        first: numbers in the whole model of the first sharing group here, and of the first head here of each group.
+        groups_apart: whether each of the processes has sharing groups of its own, or heads of all groups.
     """
 
     layout: str
     module: Any
     replaces: dict[str, Any] = {}
     key_dims: tuple[int, ...]
+    peers: Peers | None = None
+    first: tuple[int, int] = (0, 0)
+    groups_apart: bool = True
 
     def check(self) -> None:
         """Raise NotImplementedError if the module does not compute what this adapter assumes. By default it does."""

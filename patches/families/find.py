@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .adapter import Adapter
 from .gqa import GqaAdapter
 from .mla import MlaAdapter
+from .spread import SUPPORTED_SPREAD, refused_spread
 
 # a layout per row: attributes that a module of it has, and its adapter; the first row that fits is taken
 LAYOUTS: list[tuple[tuple[str, ...], Callable[[Any], Adapter]]] = [
@@ -180,13 +181,10 @@ def check(model: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
         NotImplementedError: weights without values or spread over processes, or a module that differs.
     """
     offloaded = tuple(f"{name}." if name else "" for name, part in model.named_modules() if hasattr(part, "_hf_hook"))
-    spread = sys.modules.get("torch.distributed.tensor")  # who has not imported it has no such weight
     for name, weight in model.named_parameters():
-        if spread is not None and isinstance(weight, spread.DTensor):
+        if refused_spread(weight, getattr(model, "tp_size", None)):
             raise NotImplementedError(
-                f"{name} is spread over processes (a {type(weight).__name__}, from tensor parallelism or FSDP); "
-                "supported are models whose weights are whole: load it without tp_plan and distributed_config, with "
-                "device_map if one device is too small"
+                f"{name} is spread over processes (a {type(weight).__name__}, as FSDP makes); {SUPPORTED_SPREAD}"
             )
         if weight.is_meta and not name.startswith(offloaded):
             raise NotImplementedError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from latent_santa.rows import Rows
 
 from .adapter import Adapter
+from .spread import peers_of
 
 
 class GqaAdapter(Adapter):
@@ -21,6 +22,10 @@ class GqaAdapter(Adapter):
         self.module = module
         self.key_dims = (module.head_dim,)
         self.group = module.num_key_value_groups
+        self.peers = peers_of(module, ("q_proj", "k_proj", "v_proj"), module.head_dim, "KV heads")
+        if self.peers is not None:
+            groups = module.k_proj.out_features // module.head_dim // self.peers.world
+            self.first = (self.peers.rank * groups, 0)
 
     def query(self, states: Tensor) -> tuple[Tensor, ...]:
         """Query states ``(B, G * H, 1, D)`` as one part ``(B, G, H, D)``; a group's heads are neighbours."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from latent_santa.rows import Rows
 
 from .adapter import Adapter
+from .spread import peers_of, spread_weight
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -23,6 +24,7 @@ class MlaAdapter(Adapter):
     """
 
     layout = "mla"
+    groups_apart = False
     PARTS = ("kv_b_proj", "kv_a_layernorm", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 
     def __init__(self, module: Any) -> None:
@@ -34,12 +36,16 @@ class MlaAdapter(Adapter):
         self.nope, self.rope = module.qk_nope_head_dim, module.qk_rope_head_dim
         self.value_dim, self.rank = module.v_head_dim, module.kv_lora_rank
         self.key_dims = (self.rank, self.rope)
+        width = self.nope + self.value_dim
+        self.peers = peers_of(module, ("q_proj", "q_b_proj", "kv_b_proj"), width, "heads")
+        if self.peers is not None:
+            self.first = (0, self.peers.rank * (module.kv_b_proj.out_features // width // self.peers.world))
         # taken anew at every query: nothing shows reliably that a projection has not changed since. A write through
         # ``weight.data`` does not count as a version, and an adapter's scale is a number anywhere in its module
         self._weights: Tensor | None = None
 
     def up_projection(self) -> Tensor:
-        """W_UK over W_UV as the module applies them now: ``(H, nope + v, rank)`` in the model's dtype.
+        """W_UK over W_UV as the module applies them now: ``(H, nope + v, rank)`` in the model's dtype, heads here.
 
         The weight of a plain linear layer is used directly. Any other projection (quantised, offloaded, with adapters)
         is asked what it does to the unit vectors, so that packed weights are never read as numbers.
@@ -48,6 +54,10 @@ class MlaAdapter(Adapter):
             NotImplementedError: the projection does not apply one linear map to all sequences.
         """
         projection = self.module.kv_b_proj
+        if self.peers is not None:
+            # transformers computes the share of the heads in a forward of its own
+            weight = projection.weight.to_local() if spread_weight(projection.weight) else projection.weight
+            return weight.view(-1, self.nope + self.value_dim, self.rank)
         hooked = projection._forward_pre_hooks or projection._forward_hooks or "forward" in vars(projection)
         if type(projection) is nn.Linear and not hooked:
             weight = projection.weight

@@ -11,6 +11,7 @@ from transformers import Cache
 
 from latent_santa.methods import METHODS
 
+from ..families.spread import spread_weight
 from .engine import ENGINES
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def _configs(base: Any) -> list[Any]:
 
 
 def _reason(base: Any) -> str | None:
+    if any(map(spread_weight, base.parameters())):
+        return "its heads are spread over processes, which exchange results inside of a step (tensor parallelism)"
     devices = {tensor.device for tensor in base.parameters()}
     if len(devices) > 1:
         return f"the model is spread over {len(devices)} devices ({', '.join(sorted(map(str, devices)))})"

@@ -1,0 +1,156 @@
+"""Two processes that hold a model together: what tests/test_tensor_parallel.py asks of each.
+
+    python -m tests.spread_worker FOLDER
+
+Each writes ``FOLDER/RANK.json``, what it saw in every case of :data:`CASES`. They are children of one process, since
+imports take longest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import latent_santa
+
+from .tiny_models import generate, padded, tiny_model
+
+SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 8}
+# two heads each of four: the second process begins in the middle of a quad of draws
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {},
+    "qwen2": {},
+    "8_heads": {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 1},
+    "1_kv_head": {"num_key_value_heads": 1},
+}
+KINDS = {"8_heads": "deepseek_v2", "1_kv_head": "qwen2"}
+GROUPINGS = [
+    {"parents": parents, "estimator": estimator}
+    for parents in ("contiguous", "kmeans")
+    for estimator in ("per_head", "pooled")
+]
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek_v2", {"routing": "two_stage", "estimator": "per_head"}),
+    ("deepseek_v2", {"routing": "two_stage", "estimator": "pooled"}),
+    ("deepseek_v2", {"noise": "shared", "estimator": "pooled"}),
+    ("deepseek_v2", {"method": "gumbel_rows"}),
+    ("qwen2", {"noise": "shared"}),
+    ("qwen2", {"method": "santa"}),
+    ("qwen2", {"method": "dense"}),
+    ("8_heads", {"backend": "triton", "estimator": "per_head", "representatives": 4, "budget": 2}),
+    ("8_heads", {"backend": "triton", "estimator": "pooled", "representatives": 4, "budget": 2}),
+]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{model} {' '.join(map(str, settings.values()))}": (model, settings)
+    for model, settings in [(m, s) for m in ("deepseek_v2", "qwen2") for s in GROUPINGS] + OTHERS
+}
+
+
+def whole_model(name: str) -> Any:
+    return tiny_model(KINDS.get(name, name), vocab_size=98, **MODELS[name])
+
+
+def seen(model: Any, settings: dict[str, Any], backend: str | None = None) -> dict[str, Any]:
+    """What a generation gives: tokens, scores, and rows by layer; ``backend`` in place of the settings'."""
+    if settings.get("routing") == "two_stage":
+        settings = {**settings, "parents_per_head": 3}
+    interpreted = "backend" in settings  # Triton's interpreter takes its time
+    ids, mask = padded([32] if interpreted else [60, 41])
+    settings = {**settings, "backend": backend or settings.get("backend", "auto")}
+    with latent_santa.patch(model, **{**SMALL, **settings}) as santa:
+        santa.shadow = True
+        output = generate(model, ids, 1 if interpreted else 2, attention_mask=mask)
+        return {
+            "tokens": output.sequences.tolist(),
+            "scores": torch.stack(output.scores).tolist(),
+            "rows": santa.access.as_dict(),
+            "sequences": santa.access.per_sequence(),
+            "errors": santa.shadow_errors().tolist(),
+        }
+
+
+def spread_model(whole: Any, folder: Path) -> Any:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    model = type(whole).from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)).eval()
+    model.generation_config = whole.generation_config
+    return model
+
+
+def exchanges(rank: int) -> list[Any]:
+    """Records of other shapes in each process, and what becomes of them."""
+    import torch.distributed
+
+    from latent_santa.peers import Peers
+
+    peers = Peers(torch.distributed.group.WORLD, rank, 2)
+    record = {"rows": torch.arange(3 + rank).view(-1, 1).expand(-1, 2)[:, 1:], "bound": [rank], "name": (rank, None)}
+    firsts = peers.firsts(record, torch.device("cpu"))
+    part = torch.full((1, 2), rank)
+    flags = torch.tensor([rank == 0, False, True])
+    return [
+        {name: value.tolist() if name == "rows" else value for name, value in firsts.items()},
+        peers.joined(part, 1).tolist(),
+        peers.own(peers.joined(part, 1), 1).tolist(),
+        peers.any(flags).tolist(),
+        part.tolist(),
+    ]
+
+
+def main(rank: int, folder: Path) -> None:
+    import torch.distributed
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    meet = {"init_method": f"file://{folder / 'meet'}", "rank": rank, "world_size": 2}
+    torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=3), **meet)
+    models = {name: spread_model(whole_model(name), folder / name) for name in MODELS}
+    found: dict[str, Any] = {name: seen(models[model], settings) for name, (model, settings) in CASES.items()}
+    # where processes would cluster otherwise, the first one's teams are everybody's
+    found["other seeds"] = seen(models["deepseek_v2"], {"parents": "kmeans", "kmeans_seed": rank})
+    found["exchanges"] = exchanges(rank)
+    try:
+        latent_santa.patch(models["1_kv_head"])
+    except NotImplementedError as error:
+        found["refusal"] = str(error)
+    with latent_santa.patch(models["qwen2"], **SMALL) as santa:
+        generate(models["qwen2"], padded([60, 41])[0], 2)
+        if rank == 0:  # asking is nobody else's business
+            found["report"] = santa.report()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def both(folder: Path) -> int:
+    """Run both processes; 0 when both ended well. When one fails, the other would wait for it."""
+    import sklearn.cluster  # noqa: F401
+
+    from latent_santa.kernels import launch  # noqa: F401
+
+    children = set()
+    for rank in range(2):
+        child = os.fork()
+        if not child:
+            main(rank, folder)
+            os._exit(0)
+        children.add(child)
+    failed = 0
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status and not failed:
+            failed = 1
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(both(Path(sys.argv[1])))

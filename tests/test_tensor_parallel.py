@@ -1,0 +1,78 @@
+"""Heads of a layer over two processes on the CPU: tokens, noise and rows are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torch.distributed.tensor")
+
+from .spread_worker import CASES, MODELS, seen, whole_model
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {name: whole_model(name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def both(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two processes saw."""
+    folder = tmp_path_factory.mktemp("spread")
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    command = [sys.executable, "-m", "tests.spread_worker", str(folder)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_give_what_one_gives(name: str, models: dict[str, Any], both: list[dict[str, Any]]) -> None:
+    model, settings = CASES[name]
+    one = seen(models[model], settings, "torch")
+    for two in both:
+        check(two[name], one)
+    if settings.get("method") != "dense":
+        totals = one["rows"]["totals"]
+        assert 0 < totals["union"] < totals["dense"] - totals["suffix"]  # sampling leaves rows out
+
+
+def check(two: dict[str, Any], one: dict[str, Any]) -> None:
+    assert two["tokens"] == one["tokens"]
+    assert two["rows"] == one["rows"] and two["sequences"] == one["sequences"]
+    for part in ("scores", "errors"):
+        torch.testing.assert_close(torch.tensor(two[part]), torch.tensor(one[part]), rtol=1e-4, atol=1e-4)
+
+
+def test_teams_are_the_first_processs(models: dict[str, Any], both: list[dict[str, Any]]) -> None:
+    first, other = (seen(models["deepseek_v2"], {"parents": "kmeans", "kmeans_seed": seed}) for seed in (0, 1))
+    assert first["scores"] != other["scores"]
+    for two in both:
+        check(two["other seeds"], first)
+
+
+def test_exchanges(both: list[dict[str, Any]]) -> None:
+    record = {"rows": [[0], [1], [2]], "bound": [0], "name": [0, None]}
+    for rank, two in enumerate(both):
+        assert two["exchanges"] == [record, [[0, 0, 1, 1]], [[rank, rank]], [True, False, True], [[rank, rank]]]
+
+
+def test_one_process_may_ask_alone(both: list[dict[str, Any]]) -> None:
+    report = both[0]["report"]
+    assert "2 GQA layers patched" in report and "spread over 2 processes" in report
+
+
+def test_kv_heads_that_do_not_divide_are_refused(both: list[dict[str, Any]]) -> None:
+    for two in both:
+        assert "1 KV heads over 2 processes" in two["refusal"] and "divides 1" in two["refusal"]
