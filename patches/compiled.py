@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .families.spread import spread_weight
+
 Forward = Callable[..., Any]
 
 # what is compiled, by class, weights, input and backend: another patch of the same or a like model finds it again
@@ -36,6 +38,12 @@ def compile_parts(base: nn.Module, backend: str = "inductor") -> list[tuple[nn.M
     Raises:
         RuntimeError: ``torch.compile`` does not work here; the message says why.
     """
+
+    if any(map(spread_weight, base.parameters())):
+        raise RuntimeError(
+            "compile=True: the model's weights are spread over processes (tensor parallelism), and parts that exchange "
+            "results are not compiled here: leave it out"
+        )
 
     def variant(module: nn.Module, sizes: Any, shape: torch.Size) -> Forward:
         key = (type(module), sizes, shape, backend)

@@ -115,10 +115,11 @@ def main(rank: int, folder: Path) -> None:
     # where processes would cluster otherwise, the first one's teams are everybody's
     found["other seeds"] = seen(models["deepseek_v2"], {"parents": "kmeans", "kmeans_seed": rank})
     found["exchanges"] = exchanges(rank)
-    try:
-        latent_santa.patch(models["1_kv_head"])
-    except NotImplementedError as error:
-        found["refusal"] = str(error)
+    for name, model, options in (("kv", "1_kv_head", {}), ("compile", "qwen2", {"compile": True})):
+        try:
+            latent_santa.patch(models[model], **options)
+        except (NotImplementedError, RuntimeError) as error:
+            found[f"{name} refused"] = str(error)
     with latent_santa.patch(models["qwen2"], **SMALL) as santa:
         generate(models["qwen2"], padded([60, 41])[0], 2)
         if rank == 0:  # asking is nobody else's business

@@ -71,8 +71,10 @@ def test_exchanges(both: list[dict[str, Any]]) -> None:
 def test_one_process_may_ask_alone(both: list[dict[str, Any]]) -> None:
     report = both[0]["report"]
     assert "2 GQA layers patched" in report and "spread over 2 processes" in report
+    assert "exchange results" in " ".join(report.split())  # why no step is a graph
 
 
-def test_kv_heads_that_do_not_divide_are_refused(both: list[dict[str, Any]]) -> None:
+def test_what_is_refused(both: list[dict[str, Any]]) -> None:
     for two in both:
-        assert "1 KV heads over 2 processes" in two["refusal"] and "divides 1" in two["refusal"]
+        assert "1 KV heads over 2 processes" in two["kv refused"] and "divides 1" in two["kv refused"]
+        assert "compile=True" in two["compile refused"] and "leave it out" in two["compile refused"]
