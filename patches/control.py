@@ -110,11 +110,13 @@ class Control:
         with self._lock:
             self.full_calls += 1
 
-    def join_counts(self, call: ModelCall) -> None:
-        """At a call's end: where processes have sharing groups of their own, add up what all of them read."""
+    def end(self, call: ModelCall) -> None:
+        """Count a call that has run; where processes have sharing groups of their own, with what the others read."""
         if isinstance(call.ledger, SpreadCounts):
             assert self._others is not None
             call.ledger.join(self.access, self._others)
+        if call.full:
+            self.count_full()
 
     def log_error(self, layer: int, error: Tensor) -> None:
         """Keep a shadow error of one layer's call."""
@@ -197,9 +199,7 @@ class Control:
     def _followed(self, base: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """After a prefill, group its rows and replay its last token (Appendix F)."""
         call, thread = self.thread.call, self.thread
-        self.join_counts(call)
-        if call.full:
-            self.count_full()
+        self.end(call)
         if thread.replaying or call.kind is not Kind.PREFILL or thread.preparing or thread.all_logits:
             return output
         if self.config.first_token == "dense" or not METHODS[self.config.method].sampled:

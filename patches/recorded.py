@@ -113,5 +113,4 @@ class Recorded:
                     states, scale = self._heard[place][number]
                     module = self._control.adapters[place].module
                     module._latent_santa(states, layer.keys, layer.values, None, scaling=scale)
-                if call.full:
-                    control.count_full()
+                control.end(call)
