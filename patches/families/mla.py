@@ -135,7 +135,7 @@ class MlaAdapter(Adapter):
             keys, values = (part.float() for part in self.expand(latents, rotary))
             states = draw(1, keys.shape[1], 1, self.nope + self.rope).to(keys.device)
             wanted = torch.einsum("bhqd,bhnd->bhn", states.float(), keys)
-            content, turned = self.query(states)
+            content, turned = (part.float() for part in self.query(states))
             found = content[:, 0] @ latents.to(keys.device)[:, 0].float().transpose(1, 2)
             found = found + turned[:, 0] @ rotary.to(keys.device)[:, 0].float().transpose(1, 2)
             value = self.output(

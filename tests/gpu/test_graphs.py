@@ -54,9 +54,8 @@ def generated(model: Any, ids: torch.Tensor, new: int, **kwargs: Any) -> Any:
         {"estimator": "per_head", "parents": "contiguous"},
         {"estimator": "pooled", "parents": "kmeans"},
         {"estimator": "pooled", "parents": "contiguous", "noise": "shared", "routing_dtype": "int8"},
-        {"estimator": "per_head", "parents": "contiguous", "routing_dtype": "int4"},
     ],
-    ids=["per-head", "pooled-kmeans", "pooled-shared-int8", "per-head-int4"],
+    ids=["per-head", "pooled-kmeans", "pooled-shared-int8"],
 )
 def test_three_hundred_steps_and_a_growth_are_those_without_graphs_bit_for_bit(name: str, settings: Any) -> None:
     model = model_of(name)
