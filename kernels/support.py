@@ -109,8 +109,8 @@ def _unsupported_rows(step: DecodeStep) -> str | None:
 def _unsupported_teams(step: DecodeStep, sampling: Sampling) -> str | None:
     teams, values = step.teams, step.rows.values
     assert teams is not None
-    if teams.length > step.rows.length:
-        return f"teams cover {teams.length} rows and the cache holds {step.rows.length}"
+    if teams.covered > step.rows.length:
+        return f"teams cover {teams.covered} rows and the cache holds {step.rows.length}"
     reason = _unsupported_keys("routing key", teams.routing_keys, values.dtype)
     if reason is not None:
         return reason

@@ -39,7 +39,7 @@ NON_NEGATIVE = ("seed", "kmeans_seed")
 # named settings, as changes of the defaults
 PRESETS: dict[str, dict[str, Any]] = {
     # the method and its parameters to the letter, scikit-learn's k-means included
-    "paper": {"kmeans_engine": "sklearn"},
+    "paper": {"kmeans_engine": "sklearn", "regroup_after": 0},
     # fewest rows without a loss against the paper's setting in the paired scores of eval/results/two_stage
     "recommended": {"estimator": "pooled", "routing": "two_stage", "parents_per_head": 64, "budget": 128},
 }
@@ -79,6 +79,9 @@ class SantaConfig:
         kmeans_seed: seed of the k-means parents, below 2**32.
         kmeans_engine: ``"sklearn"`` is the reference, ``"torch"`` the batched engine; ``"auto"`` takes PyTorch for
             rows on a GPU.
+        regroup_after: most rows that the exact suffix holds before its rows are grouped too: with contiguous parents
+            the oldest whole ones, with k-means all of them, like a further turn. 0 is never (the paper), which leaves a
+            long generation dense in its own rows; ``"auto"`` is :data:`latent_santa.methods.base.REGROUP_AFTER`.
         routing_dtype: how frozen routing keys are kept: in the cache's dtype (``"model"``), or in ``"int8"`` or
             ``"int4"`` codes (:mod:`latent_santa.routing_keys`), which routing then reads. The sums stay unbiased.
         backend: a name in :data:`latent_santa.backends.BACKENDS`, or ``"auto"``: Triton for rows on a GPU where its
@@ -106,6 +109,7 @@ class SantaConfig:
     seed: int = 0
     kmeans_seed: int = 0
     kmeans_engine: KMeansEngine = "auto"
+    regroup_after: int | Literal["auto"] = "auto"
     routing_dtype: RoutingDtype = "model"
     backend: str = "auto"
     first_token: FirstToken = "replay"
@@ -126,7 +130,21 @@ class SantaConfig:
             raise ValueError(f"seed={self.seed}: must be below 2**64")
         if self.kmeans_seed >= 2**32:
             raise ValueError(f"kmeans_seed={self.kmeans_seed}: must be below 2**32 (scikit-learn's range)")
+        self._check_regrouping()
         METHODS[self.method].check(self)
+
+    def _check_regrouping(self) -> None:
+        after = self.regroup_after
+        if after == "auto":
+            return
+        if isinstance(after, bool) or not isinstance(after, Integral):
+            raise ValueError(f'regroup_after={after!r}: must be an int, or "auto"')
+        object.__setattr__(self, "regroup_after", int(after))
+        if after != 0 and after < self.parent_size:
+            raise ValueError(
+                f"regroup_after={after}: must be 0 (never) or at least P = parent_size = {self.parent_size}, since a "
+                "whole parent is grouped"
+            )
 
     @property
     def teams_per_head(self) -> int:

@@ -127,7 +127,9 @@ class ParentRecords:
         return phi.masked_fill((self.sizes == 0)[:, :, None], -torch.inf)
 
 
-def summarised(teams: Teams, parents: Tensor, rows: Rows, summary: str) -> ParentRecords:
+def summarised(
+    teams: Teams, parents: Tensor, rows: Rows, summary: str, bound: int | None = None, most_teams: int = 0
+) -> ParentRecords:
     """Records of the parents that ``teams`` were formed in.
 
     Args:
@@ -135,17 +137,20 @@ def summarised(teams: Teams, parents: Tensor, rows: Rows, summary: str) -> Paren
         parents: ``(B, G, N)`` int64, each row's parent, -1 for rows that take no part.
         rows: the prefill cache, N rows.
         summary: ``"mean"``, ``"isotropic"`` or ``"diagonal"``.
+        bound, most_teams: numbers of parents, and of one parent's teams, that the host knows not to be exceeded: then
+            nothing here waits for the device.
     """
     batch, groups, length = parents.shape
-    flat, count = renumbered(parents.flatten(0, 1))  # k-means leaves some numbers out
-    part = Partition(flat)
+    flat, count = renumbered(parents.flatten(0, 1), bound)  # k-means leaves some numbers out
+    part = Partition(flat, bound)
     most = part.slots // flat.shape[0]
     place = torch.where(teams.team_of_row >= 0, teams.team_of_row.long(), teams.M)
     of_team = torch.full((batch, groups, teams.M + 1), -1, dtype=torch.int64, device=parents.device)
     of_team = of_team.scatter_(2, place, flat.view(batch, groups, length))[..., :-1]
-    owners = torch.where(of_team >= 0, of_team, most)
-    teams_of = torch.zeros(batch, groups, most + 1, dtype=torch.int64, device=parents.device)
-    teams_of.scatter_add_(2, owners, torch.ones_like(owners))
+    if bound is None:
+        owners = torch.where(of_team >= 0, of_team, most)
+        teams_of = torch.zeros(batch, groups, most + 1, dtype=torch.int64, device=parents.device)
+        most_teams = int(teams_of.scatter_add_(2, owners, torch.ones_like(owners))[..., :most].max())
 
     def per_parent(values: Tensor) -> Tensor:
         return part.mean(values)[: part.slots].nan_to_num()
@@ -168,7 +173,7 @@ def summarised(teams: Teams, parents: Tensor, rows: Rows, summary: str) -> Paren
         sizes=part.sizes[: part.slots].view(batch, groups, most).int(),
         count=count.view(batch, groups).int(),
         of_team=of_team.int(),
-        most_teams=int(teams_of[..., :most].max()),
+        most_teams=most_teams,
         keys=tuple(keys),
         spread=tuple(spread),
     )

@@ -11,11 +11,12 @@ class Partition:
 
     Args:
         parents: ``(Q, N)`` int64, each row's group, -1 for rows in none.
+        bound: a number that no group reaches, where the host knows one: then nothing here waits for the device.
     """
 
-    def __init__(self, parents: Tensor) -> None:
-        self.member = parents >= 0
-        width = int(parents.max()) + 1 if parents.numel() else 0
+    def __init__(self, parents: Tensor, bound: int | None = None) -> None:
+        self.member, self._waits = parents >= 0, bound is None
+        width = bound if bound is not None else int(parents.max()) + 1 if parents.numel() else 0
         offset = torch.arange(parents.shape[0], device=parents.device)[:, None] * width
         self.slots = parents.shape[0] * width
         self.slot = torch.where(self.member, parents + offset, self.slots)  # one dump slot for rows without a parent
@@ -25,8 +26,11 @@ class Partition:
     def mean(self, points: Tensor) -> Tensor:
         """Each group's mean point, ``(slots + 1, D)``, summed in token order so that no batch changes it."""
         order = torch.argsort(self.slot.flatten(), stable=True)
-        order = order[: int(self.sizes.sum())]
         sizes = self.sizes.clone()
+        if self._waits:
+            order = order[: int(sizes.sum())]
+        else:
+            sizes[-1] = order.numel() - sizes.sum()  # rows in no group are summed too, in the last slot
         return torch.segment_reduce(wide(points.flatten(0, 1)[order]), "mean", lengths=sizes, axis=0, unsafe=True)
 
     def first_extreme(self, value: Tensor, allowed: Tensor, largest: bool) -> Tensor:
@@ -42,9 +46,12 @@ class Partition:
         return first.scatter_reduce_(0, self.slot.flatten(), index.flatten(), "amin")
 
 
-def renumbered(label: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace each partition's labels ``(Q, N)`` by 0, 1, ... in rising order; also return how many, ``(Q,)``."""
-    width = int(label.max()) + 1
+def renumbered(label: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
+    """Replace each partition's labels ``(Q, N)`` by 0, 1, ... in rising order; also return how many, ``(Q,)``.
+
+    ``bound`` is a number that no label reaches, where the host knows one.
+    """
+    width = int(label.max()) + 1 if bound is None else bound
     used = torch.zeros(label.shape[0], width + 1, dtype=torch.int64, device=label.device)
     used.scatter_(1, torch.where(label >= 0, label, width), 1)
     used[:, width] = 0

@@ -69,6 +69,14 @@ class PlainKeys:
         assert later.scales is None, "teams of one cache have one routing dtype"
         return PlainKeys(merge(self.codes, later.codes))
 
+    def resized(self, change: Callable[[Tensor], Tensor]) -> PlainKeys:
+        """The keys after ``change``, which may touch M alone."""
+        return PlainKeys(change(self.codes))
+
+    def write_(self, later: RoutingKeys, write: Callable[[Tensor, Tensor], None]) -> None:
+        """Write later keys into these ones; ``write`` puts a tensor's teams into another's in place."""
+        write(self.codes, later.codes)
+
     def bytes(self) -> int:
         """Memory held, which is also what a routing pass reads."""
         return self.codes.numel() * self.codes.element_size()
@@ -150,6 +158,16 @@ class CodedKeys:
         # the kernels read scales as one block, and a merged tensor is a view
         scales = merge(self.scales, later.scales).contiguous()
         return replace(self, codes=merge(self.codes, later.codes), scales=scales)
+
+    def resized(self, change: Callable[[Tensor], Tensor]) -> CodedKeys:
+        """The keys after ``change``, which may touch M alone."""
+        return replace(self, codes=change(self.codes), scales=change(self.scales))
+
+    def write_(self, later: RoutingKeys, write: Callable[[Tensor, Tensor], None]) -> None:
+        """Write later keys into these ones; ``write`` puts a tensor's teams into another's in place."""
+        assert later.scales is not None and later.bits == self.bits, "teams of one cache have one routing dtype"
+        write(self.codes, later.codes)
+        write(self.scales, later.scales)
 
     def bytes(self) -> int:
         """Memory held, which is also what a routing pass reads."""

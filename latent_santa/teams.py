@@ -21,6 +21,30 @@ from .rows import Rows
 PIECE, PIECE_CUDA = 1 << 22, 1 << 26
 
 
+@dataclass
+class Room:
+    """How far records with free room behind them are filled (:mod:`latent_santa.growth`); the host's side of it.
+
+    Attributes:
+        rows: cache rows grouped so far.
+        teams, parents: the most that any sequence and group has so far.
+        spans: parents that the room is for, and those filled in so far.
+        parent_size, per_parent: the most rows and teams of one of them.
+        bound: :attr:`Teams.row_bound` of what was there before.
+        shared: whether somebody else keeps these records, so that nothing more may be written into them.
+    """
+
+    rows: int
+    teams: int
+    parents: int
+    spans: int
+    parent_size: int
+    per_parent: int
+    bound: list[int]
+    filled: int = 0
+    shared: bool = False
+
+
 @dataclass(frozen=True)
 class Teams:
     """Team records of one layer. M is the largest team count of any sequence and group; the rest is padding.
@@ -35,6 +59,7 @@ class Teams:
         routing_keys: parts ``(B, G, M, D_i)``: frozen copies of the representatives' keys, or mean keys for centroid
             routing, in the cache's dtype or in integer codes; empty until they are copied from a cache.
         parents: what two-stage routing keeps of the parents, or None.
+        room: how far the records are filled, where they have room for more teams and rows; else None.
     """
 
     sizes: Tensor
@@ -44,19 +69,37 @@ class Teams:
     row_bound: list[int]
     routing_keys: tuple[RoutingKeys, ...] = ()
     parents: ParentRecords | None = None
+    room: Room | None = None
 
     @property
     def length(self) -> int:
-        """N, cache rows covered, padding rows included."""
+        """N, cache rows covered, padding rows and room included."""
         return self.team_of_row.shape[-1]
 
     @property
+    def covered(self) -> int:
+        """Cache rows covered, without room: no team has a row from here on."""
+        return self.length if self.room is None else self.room.rows
+
+    @property
     def M(self) -> int:
-        """M, padding teams included."""
+        """M, padding teams and room included."""
         return self.sizes.shape[-1]
 
+    @property
+    def most_teams(self) -> int:
+        """The most real teams of any sequence and group, known on the host: M without room."""
+        return self.M if self.room is None else self.room.teams
+
+    @property
+    def most_parents(self) -> int:
+        """The most parents of any sequence and group for two stages, known on the host; 0 without their records."""
+        if self.parents is None:
+            return 0
+        return self.parents.C if self.room is None else self.room.parents
+
     def most_rows(self, teams: int) -> int:
-        """An upper bound, at most N, on the rows in any ``teams`` teams of one sequence and group."""
+        """An upper bound, at most N, on the rows in any ``teams`` teams of one sequence and group, room included."""
         return self.row_bound[min(teams, len(self.row_bound)) - 1] if teams > 0 else 0
 
     def bytes(self) -> int:
@@ -64,6 +107,13 @@ class Teams:
         tensors = (self.sizes, self.count, self.team_of_row, self.representative)
         held = sum(t.numel() * t.element_size() for t in tensors) + sum(part.bytes() for part in self.routing_keys)
         return held + (0 if self.parents is None else self.parents.bytes())
+
+    def behind(self, rows: int) -> Teams:
+        """The records with as many rows in no team before their first one."""
+        if not rows:
+            return self
+        representative = torch.where(self.representative >= 0, self.representative + rows, -1)
+        return replace(self, team_of_row=pad(self.team_of_row, (rows, 0), value=-1), representative=representative)
 
     def split(self, parts: int) -> list[Teams]:
         """Records of ``parts`` equal stretches of the batch, as views."""
@@ -84,6 +134,7 @@ class Teams:
             row_bound=self.row_bound,
             routing_keys=tuple(part.mapped(change) for part in self.routing_keys),
             parents=None if self.parents is None else self.parents.mapped(change),
+            room=None if self.room is None else replace(self.room),
         )
 
     def select_batch(self, index: Tensor) -> Teams:
@@ -95,7 +146,7 @@ class Teams:
         return self._mapped(pick)
 
 
-def build_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
+def build_teams(points: Tensor, parents: Tensor, representatives: int, bound: int | None = None) -> Teams:
     """Algorithm 2: teams of a parent partition, numbered parent after parent in the order of their representatives.
 
     Sequences of several layers may stand in one batch. The teams' l_g are rows here; :func:`freeze_representatives`
@@ -106,21 +157,27 @@ def build_teams(points: Tensor, parents: Tensor, representatives: int) -> Teams:
             cached, without normalisation.
         parents: ``(B, G, N)`` int64, -1 for padding rows.
         representatives: R.
+        bound: a number that no parent reaches, where the host knows one: M is then what so many parents can have, and
+            nothing here waits for the device.
     """
     batch, groups, length = parents.shape
     flat = parents.flatten(0, 1)
-    b, is_representative = assign_rows(points.flatten(0, 1), flat, representatives)
+    b, is_representative = assign_rows(points.flatten(0, 1), flat, representatives, bound)
     # lines 15-17: team u of parent C holds the rows of C with b_i = u; parent after parent, empty ones have no rows
-    team, count = renumbered(torch.where(flat >= 0, flat * min(representatives, points.shape[2]) + b, -1))
+    r = min(representatives, points.shape[2])
+    known = None if bound is None else bound * r
+    team, count = renumbered(torch.where(flat >= 0, flat * r + b, -1), known)
     team, count = team.view(batch, groups, length), count.view(batch, groups)
-    most = _most(count)
+    most = _most(count) if known is None else known
     place = torch.where(is_representative.view(batch, groups, length), team, most)
     spare = torch.full((batch, groups, most + 1), -1, dtype=torch.int64, device=parents.device)
     index = torch.arange(length, device=parents.device).expand(batch, groups, length)
-    return _records(team, count, most, spare.scatter_(2, place, index)[..., :-1].int())
+    return _records(team, count, most, spare.scatter_(2, place, index)[..., :-1].int(), waits=known is None)
 
 
-def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[Tensor, Tensor]:
+def assign_rows(
+    points: Tensor, parents: Tensor, representatives: int, bound: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Algorithm 2, lines 4-14, on every parent C of every partition at once.
 
     The loops of lines 7 and 11 are one here: as soon as j_u is chosen, every row compares it with the nearest of
@@ -130,12 +187,13 @@ def assign_rows(points: Tensor, parents: Tensor, representatives: int) -> tuple[
         points: ``(Q, N, D)``, k^pre.
         parents: ``(Q, N)`` int64, -1 for rows that take no part.
         representatives: R.
+        bound: a number that no parent reaches, where the host knows one.
 
     Returns:
         ``b (Q, N)`` int64, the place u - 1 of the representative that owns a row (-1 without a parent), and
         ``(Q, N)`` bool, rows that are representatives.
     """
-    groups = Partition(parents)
+    groups = Partition(parents, bound)
     rows = points.shape[1]
     most = min(representatives, rows)  # r = min(R, |C|) can be no larger
     mu = groups.mean(points)  # line 5
@@ -169,25 +227,29 @@ def freeze_representatives(teams: Teams, rows: Rows) -> Teams:
     return replace(teams, routing_keys=keys)
 
 
-def build_centroids(rows: Rows, parents: Tensor) -> Teams:
-    """Clusters routed by their mean key (Appendix B.2): every parent is one group, all of its rows members."""
+def build_centroids(rows: Rows, parents: Tensor, bound: int | None = None) -> Teams:
+    """Clusters routed by their mean key (Appendix B.2): every parent is one group, all of its rows members.
+
+    ``bound`` as in :func:`build_teams`.
+    """
     batch, groups, length = parents.shape
-    team, count = renumbered(parents.flatten(0, 1))
-    cluster = Partition(team)
+    team, count = renumbered(parents.flatten(0, 1), bound)
+    cluster = Partition(team, bound)
     means = []
     for part in rows.keys:
         mean = cluster.mean(part.flatten(0, 1).float())[: cluster.slots]
         means.append(PlainKeys(mean.nan_to_num().view(batch, groups, -1, part.shape[-1]).to(part.dtype)))
     team, count = team.view(batch, groups, length), count.view(batch, groups)
-    most = _most(count)
+    most = _most(count) if bound is None else bound
     none = torch.full((batch, groups, most), -1, dtype=torch.int32, device=team.device)
-    return _records(team, count, most, none, tuple(means))
+    return _records(team, count, most, none, tuple(means), waits=bound is None)
 
 
 def join_teams(first: Teams, second: Teams) -> Teams:
-    """Records of two disjoint sets of rows as one; ``second`` covers at least the rows of ``first``.
+    """Records of two disjoint sets of rows as one; ``second`` covers at least the rows that ``first`` covers.
 
-    Its teams are numbered after the first ones without a gap, whatever padding teams either carries.
+    Its teams are numbered after the first ones without a gap, whatever padding teams either carries; room that
+    ``first`` has is cut off.
     """
     old = pad(first.team_of_row, (0, second.length - first.length), value=-1).long()
     new = second.team_of_row.long()
@@ -214,13 +276,23 @@ def _most(count: Tensor) -> int:
 
 
 def _records(
-    team: Tensor, count: Tensor, most: int, representative: Tensor, keys: tuple[RoutingKeys, ...] = ()
+    team: Tensor,
+    count: Tensor,
+    most: int,
+    representative: Tensor,
+    keys: tuple[RoutingKeys, ...] = (),
+    waits: bool = True,
 ) -> Teams:
-    """Records of the numbered teams ``(B, G, N)`` int64, of which a sequence and group has at most ``most``."""
+    """Records of the numbered teams ``(B, G, N)`` int64, of which a sequence and group has at most ``most``.
+
+    ``waits`` for the device, to find the tightest ``row_bound``; else any team might hold all rows.
+    """
     sizes = torch.zeros(*count.shape, most + 1, dtype=torch.int64, device=team.device)
     sizes.scatter_add_(2, torch.where(team >= 0, team, most), torch.ones_like(team))
     sizes = sizes[..., :most]
-    row_bound = sizes.sort(-1, descending=True).values.cumsum(-1).flatten(0, 1).amax(0).tolist()
+    row_bound = [team.shape[-1]] * most
+    if waits:
+        row_bound = sizes.sort(-1, descending=True).values.cumsum(-1).flatten(0, 1).amax(0).tolist()
     return Teams(sizes.int(), count.int(), team.int(), representative, row_bound, keys)
 
 

@@ -141,6 +141,11 @@ class TeamLayer(DynamicLayer):
         return self.keys is not self._own[0] or self.values is not self._own[1]
 
     @property
+    def open_rows(self) -> int:
+        """Rows since the last grouping; -1 while the last grouped row is held back for the replay."""
+        return self.get_seq_length() - self.grouped.stop
+
+    @property
     def need(self) -> Need:
         """What this layer's noise depends on."""
         teams = self.grouped.teams
@@ -336,6 +341,9 @@ class TeamLayer(DynamicLayer):
 
     def snapshot(self) -> Snapshot:
         """The present state, for :meth:`rewind`: views of the rows, not copies."""
+        teams = self.grouped.teams
+        if teams is not None and teams.room is not None:
+            teams.room.shared = True  # later rows are written into a copy
         return Snapshot(self.keys, self.values, self.buffers, self.grouped, self.waiting, self.observed)
 
     def rewind(self, to: Snapshot) -> None:

@@ -23,7 +23,7 @@ from .cache_layer import TeamLayer, adopt_cache
 from .calls import Kind, ModelCall, classify
 from .families import Adapter
 from .graphs import StepGraphs
-from .grouping import group_waiting
+from .grouping import group_waiting, regroup_generated
 from .last_token import last_token, replace_last
 from .limits import context_limit
 from .spread_counts import SpreadCounts
@@ -164,8 +164,11 @@ class Control:
             prompt=thread.draft_prompt,
         )
         if prompt:
+            regrouped = METHODS[self.config.method].regroup_after(self.config)
             for layer in layers:
-                layer.waiting = (held if layer.waiting is None else layer.waiting[0], held + prompt)
+                # where generated rows are grouped at all, those that still wait for it are grouped with the turn
+                first = min(layer.grouped.stop, held) if regrouped and layer.grouped.teams is not None else held
+                layer.waiting = (first if layer.waiting is None else layer.waiting[0], held + prompt)
         if visible is None:
             step = torch.full((batch,), held + new, dtype=torch.int64, device=tokens.device)
         else:
@@ -230,6 +233,7 @@ class Control:
     def _group(self, layers: Sequence[TeamLayer], visible: Tensor | None) -> None:
         with torch.autocast(layers[0].keys.device.type, enabled=False):
             group_waiting(layers, self.adapters, visible, self.config)
+            regroup_generated(layers, self.adapters, visible, self.config)
 
     # hooks of the model on top of it
 

@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from latent_santa.config import SantaConfig
+from latent_santa.growth import append_, has_room, with_room
+from latent_santa.integers import ceil_div
 from latent_santa.methods import METHODS, Method
 from latent_santa.parent_records import ParentRecords
 from latent_santa.prompt_queries import PromptQueries
 from latent_santa.routing_keys import RoutingKeys, quantise_parts
+from latent_santa.rows import Rows
 from latent_santa.teams import Teams, join_teams
 
 from .cache_layer import Grouped, TeamLayer
 from .families import Adapter
+
+LEAST_ROOM = 256  # rows
 
 
 def group_waiting(
@@ -40,16 +45,16 @@ def group_waiting(
         if layer.waiting is not None and layer.get_seq_length():
             jobs.setdefault((layer.keys.device, layer.waiting), []).append(number)
     method = METHODS[config.method]
-    for (device, (start, stop)), numbers in jobs.items():
-        member = _member(visible, layers[numbers[0]].keys.shape[0], start, stop, device)
-        points = [adapters[n].points(layers[n].keys)[:, :, :stop] for n in numbers]
-        rows = [adapters[n].rows(layers[n].keys[:, :, :stop], layers[n].values[:, :, :stop]) for n in numbers]
+    for (_, (start, stop)), numbers in jobs.items():
+        waiting, theirs = [layers[n] for n in numbers], [adapters[n] for n in numbers]
         seen = None if visible is None else visible[:, :stop]
         if method.window:
+            _, rows, member = _span(waiting, theirs, visible, 0, stop)
+            member = member & (torch.arange(stop, device=member.device) >= start)
             queries = [_queries(layers[n], adapters[n], start, stop, visible, method) for n in numbers]
             records: Iterable[Teams | None] = method.build_by_queries(queries, rows, member, config)
         else:
-            records = method.build(points, rows, member, config)
+            records = method.build(*_span(waiting, theirs, visible, start, stop), config)
         for n, teams in zip(numbers, records, strict=True):
             peers = adapters[n].peers
             if teams is not None and peers is not None and not adapters[n].groups_apart:
@@ -85,12 +90,73 @@ def _queries(
     return PromptQueries(folded, held.scale, visible[:, :stop].to(states.device))
 
 
-def _member(visible: Tensor | None, batch: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """``(B, stop)`` bool: rows of the span that are no padding."""
-    inside = torch.arange(stop, device=device) >= start
+def regroup_generated(
+    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, config: SantaConfig
+) -> None:
+    """Group the oldest rows of exact suffixes that have reached ``regroup_after`` rows.
+
+    With contiguous parents these are whole parents, as few as leave less than ``regroup_after`` rows; their teams are
+    written into room behind the records, and nothing waits for the device. With k-means they are all rows, clustered
+    and joined like a further turn. Arguments as in :func:`group_waiting`, which comes first.
+    """
+    method = METHODS[config.method]
+    after = method.regroup_after(config)
+    if not after:
+        return
+    full = [n for n, layer in enumerate(layers) if layer.grouped.teams is not None and layer.open_rows >= after]
+    if method.parents(config) == "kmeans":
+        for n in full:
+            layers[n].waiting = (layers[n].grouped.stop, layers[n].get_seq_length())
+        if full:
+            group_waiting(layers, adapters, visible, config)
+        return
+    jobs: dict[tuple[torch.device, int, int], list[int]] = {}
+    for n in full:
+        start, size = layers[n].grouped.stop, config.parent_size
+        stop = start + size * ceil_div(layers[n].open_rows - after + 1, size)
+        jobs.setdefault((layers[n].keys.device, start, stop), []).append(n)
+    for (_, start, stop), numbers in jobs.items():
+        spans = (stop - start) // config.parent_size
+        span = _span([layers[n] for n in numbers], [adapters[n] for n in numbers], visible, start, stop)
+        seen = None if visible is None else visible[:, :stop]
+        for n, teams in zip(numbers, method.build(*span, config, spans), strict=True):
+            assert teams is not None
+            old = make_room(layers[n], spans, config)
+            append_(old, _coded(teams, old, config), start, spans)
+            layers[n].grouped = replace(layers[n].grouped, stop=stop, seen=seen)
+
+
+def make_room(layer: TeamLayer, spans: int, config: SantaConfig) -> Teams:
+    """The layer's records, with room for ``spans`` more contiguous parents; copied where there is too little.
+
+    New room is for an eighth of the grouped rows, or 256, so that copies are few and little padding is scored.
+    """
+    teams = layer.grouped.teams
+    assert teams is not None, "nothing is grouped yet"
+    if not has_room(teams, spans):
+        method = METHODS[config.method]
+        rows = max(LEAST_ROOM, teams.covered // 8)
+        most = max(spans, ceil_div(rows, config.parent_size))
+        teams = with_room(teams, most, config.parent_size, method.per_parent(config))
+        layer.grouped = replace(layer.grouped, teams=teams)
+    return teams
+
+
+def _span(
+    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, start: int, stop: int
+) -> tuple[list[Tensor], list[Rows], Tensor]:
+    """A span of rows of several layers on one device: points, rows, and ``(B, n)`` bool, which are no padding."""
+    points = [adapter.points(layer.keys)[:, :, start:stop] for adapter, layer in zip(adapters, layers, strict=True)]
+    rows = [
+        adapter.rows(layer.keys[:, :, start:stop], layer.values[:, :, start:stop])
+        for adapter, layer in zip(adapters, layers, strict=True)
+    ]
+    first = layers[0].keys
     if visible is None:
-        return inside.expand(batch, -1)
-    return inside & visible[:, :stop].to(device)
+        member = torch.ones(first.shape[0], stop - start, dtype=torch.bool, device=first.device)
+    else:
+        member = visible[:, start:stop].to(first.device)
+    return points, rows, member
 
 
 def _extended(
@@ -99,7 +165,7 @@ def _extended(
     """The old records with one more grouped span; rows between the two stay an exact span."""
     between = ((old.stop, start),) if start > old.stop else ()
     if teams is not None:
-        teams = _coded(teams, old.teams, config)
+        teams = _coded(teams, old.teams, config).behind(stop - teams.length)
         if old.teams is not None:
             teams = join_teams(old.teams, teams)
     return Grouped(teams, stop, (*old.exact, *between), config.grouping, seen)

@@ -17,6 +17,9 @@ from ..teams import Teams
 if TYPE_CHECKING:
     from ..config import SantaConfig
 
+# what regroup_after="auto" is; chosen by eval/results/long_generation
+REGROUP_AFTER = {"contiguous": 64, "kmeans": 512}
+
 Choose = Callable[[DecodeStep, Sampling], Backend]
 
 
@@ -59,15 +62,22 @@ class Method:
         return ()
 
     def build(
-        self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+        self,
+        points: Sequence[Tensor],
+        rows: Sequence[Rows],
+        member: Tensor,
+        config: SantaConfig,
+        bound: int | None = None,
     ) -> Iterable[Teams | None]:
-        """Group a span of prompt rows, for several layers at once.
+        """Group a span of rows, for several layers at once.
 
         Args:
             points: for each layer ``(B, G, N, D)``, what distances are measured on.
-            rows: each layer's cache, N rows.
+            rows: each layer's N rows of the span.
             member: ``(B, N)`` bool, rows to group.
             config: the settings.
+            bound: contiguous parents that no sequence has more of, for a span of generated rows: the host then need not
+                wait for the device to learn how many teams there are.
 
         Returns:
             Each layer's team records; None for a method that has none.
@@ -84,13 +94,29 @@ class Method:
         """
         raise NotImplementedError(f"method {self.name!r} looks at no queries")
 
+    def regroup_after(self, config: SantaConfig) -> int:
+        """Rows that the exact suffix holds at most, before generated rows are grouped as well; 0 for no limit."""
+        if "regroup_after" not in self.settings:
+            return 0
+        if isinstance(config.regroup_after, int):
+            return config.regroup_after
+        return max(REGROUP_AFTER[self.parents(config)], config.parent_size)
+
+    def parents(self, config: SantaConfig) -> str:
+        """How rows are first grouped, ``"kmeans"`` or ``"contiguous"``."""
+        return config.parents if "parents" in self.settings else "contiguous"
+
+    def per_parent(self, config: SantaConfig) -> int:
+        """The most teams of one parent."""
+        return config.representatives if "representatives" in self.settings else 1
+
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         """One decoding step of one layer; ``choose`` gives the backend that runs the sampled operator."""
         raise NotImplementedError(f"method {self.name!r} leaves decoding to the model's own attention")
 
     def full(self, step: DecodeStep, config: SantaConfig) -> bool:
         """Whether the step selects everything there is, which makes it dense attention."""
-        return step.teams is not None and step.teams.M <= self.teams_per_head(config)
+        return step.teams is not None and step.teams.most_teams <= self.teams_per_head(config)
 
     def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
         """What one counted row costs (Equations 13 and 14)."""

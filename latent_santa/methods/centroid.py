@@ -39,7 +39,12 @@ class Centroid(SantaPlusPlus):
         return config.budget // config.parent_size
 
     def build(
-        self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+        self,
+        points: Sequence[Tensor],
+        rows: Sequence[Rows],
+        member: Tensor,
+        config: SantaConfig,
+        bound: int | None = None,
     ) -> Iterable[Teams | None]:
         parents = form_parents(list(points), member, config)
-        return (build_centroids(layer, formed) for layer, formed in zip(rows, parents, strict=True))
+        return (build_centroids(layer, formed, bound) for layer, formed in zip(rows, parents, strict=True))

@@ -36,10 +36,15 @@ class OracleTeams(TopTeams):
     settings = tuple(name for name in TopTeams.settings if name != "routing_dtype")
 
     def build(
-        self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+        self,
+        points: Sequence[Tensor],
+        rows: Sequence[Rows],
+        member: Tensor,
+        config: SantaConfig,
+        bound: int | None = None,
     ) -> Iterable[Teams | None]:
         """SANTA++'s teams, without the routing keys that this method never reads."""
-        for teams in super().build(points, rows, member, config):
+        for teams in super().build(points, rows, member, config, bound):
             assert teams is not None
             yield replace(teams, routing_keys=())
 
@@ -50,7 +55,7 @@ class OracleTeams(TopTeams):
     def team_scores(self, step: DecodeStep) -> Tensor:
         teams = step.teams
         assert teams is not None
-        keys = [part[:, :, : teams.length] for part in step.rows.keys]
+        keys = [part[:, :, : teams.covered] for part in step.rows.keys]
         return log_masses(scores(step.query, keys, step.scale), teams)
 
     def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
@@ -59,7 +64,8 @@ class OracleTeams(TopTeams):
 
 def log_masses(s: Tensor, teams: Teams) -> Tensor:
     """log of the sum of e^s over each team's rows, ``(B, G, H, M)``, from all rows' scores ``s (B, G, H, N)``."""
-    place = torch.where(teams.team_of_row >= 0, teams.team_of_row.long(), teams.M)[:, :, None].expand_as(s)
+    own = teams.team_of_row[..., : s.shape[-1]].long()
+    place = torch.where(own >= 0, own, teams.M)[:, :, None].expand_as(s)
     most = s.new_full((*s.shape[:-1], teams.M + 1), -torch.inf).scatter_reduce_(-1, place, s, "amax")
     mass = torch.zeros_like(most).scatter_add_(-1, place, (s - most.gather(-1, place)).exp())
     return (most + mass.log())[..., :-1]

@@ -24,7 +24,7 @@ from .pages import Pages
 class PageMean(Pages):
     name = "page_mean"
     about = "pages of largest mean-key score, chosen by the heads of a group together"
-    settings = ("parent_size", "budget", "routing_dtype", "first_token")
+    settings = ("parent_size", "budget", "regroup_after", "routing_dtype", "first_token")
 
     def page_scores(self, step: DecodeStep, pages: Teams) -> Tensor:
         keys = (part.float() for part in pages.routing_keys)

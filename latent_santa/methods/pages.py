@@ -1,7 +1,7 @@
 """What page methods have in common: pages of P consecutive prompt rows, ranked by a summary, attended whole.
 
-A page is a team: a contiguous parent (Algorithm 4) that is not split. The sources go on to page generated rows; here
-the pages are the prompt's, and generated rows are the exact suffix, as in SANTA++.
+A page is a team: a contiguous parent (Algorithm 4) that is not split. Generated rows are paged too, under the same
+``regroup_after`` as SANTA++'s.
 """
 
 from __future__ import annotations
@@ -41,11 +41,16 @@ class Pages(Method):
         return ("parent_size", "routing_dtype")
 
     def build(
-        self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+        self,
+        points: Sequence[Tensor],
+        rows: Sequence[Rows],
+        member: Tensor,
+        config: SantaConfig,
+        bound: int | None = None,
     ) -> Iterable[Teams | None]:
         spans = contiguous_parents(member, config.parent_size)
         for part, layer in zip(points, rows, strict=True):
-            pages = build_centroids(layer, spans.to(part.device).expand(-1, part.shape[1], -1))
+            pages = build_centroids(layer, spans.to(part.device).expand(-1, part.shape[1], -1), bound)
             yield self.summarised(pages, layer)
 
     def summarised(self, pages: Teams, rows: Rows) -> Teams:

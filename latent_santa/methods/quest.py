@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Quest(Pages):
     name = "quest"
     about = "pages of largest score bound, from each dimension's minimum and maximum"
-    settings = ("parent_size", "budget", "estimator", "routing_dtype", "first_token")
+    settings = ("parent_size", "budget", "estimator", "regroup_after", "routing_dtype", "first_token")
 
     def summarised(self, pages: Teams, rows: Rows) -> Teams:
         """Routing keys: the largest of every key part, then the smallest of every key part."""

@@ -41,6 +41,7 @@ class SantaPlusPlus(Method):
         "seed",
         "kmeans_seed",
         "kmeans_engine",
+        "regroup_after",
         "routing_dtype",
         "backend",
         "first_token",
@@ -76,21 +77,36 @@ class SantaPlusPlus(Method):
         return "routing" in self.settings and config.routing == "two_stage"
 
     def build(
-        self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+        self,
+        points: Sequence[Tensor],
+        rows: Sequence[Rows],
+        member: Tensor,
+        config: SantaConfig,
+        bound: int | None = None,
     ) -> Iterable[Teams | None]:
         """Algorithm 3 or 4, then Algorithm 2; for two stages also what is kept of the parents."""
         parents = form_parents(list(points), member, config)
-        records: list[Teams] = []
         for part in _stackable(points):
             # one pass over many layers: a pass per layer would be too short to fill a GPU
-            stacked = build_teams(torch.cat(list(points[part])), torch.cat(parents[part]), config.representatives)
-            records += stacked.split(len(points[part]))
-        for formed, teams, layer in zip(parents, records, rows, strict=True):
-            # one layer at a time, so that plain keys of all layers need not stand beside their codes
-            teams = freeze_representatives(teams, layer)
-            if self._in_two_stages(config):
-                teams = replace(teams, parents=summarised(teams, formed, layer, config.parent_summary))
-            yield teams
+            formed, layers = parents[part], rows[part]
+            stacked = build_teams(torch.cat(list(points[part])), torch.cat(formed), config.representatives, bound)
+            if bound is not None:
+                # a span of generated rows is short, so its keys are no burden, and passes per layer would be slow
+                yield from self._frozen(stacked, torch.cat(formed), _joined(layers), config, bound).split(len(layers))
+                continue
+            for one, teams, layer in zip(formed, stacked.split(len(layers)), layers, strict=True):
+                # one layer at a time, so that plain keys of all layers need not stand beside their codes
+                yield self._frozen(teams, one, layer, config)
+
+    def _frozen(
+        self, teams: Teams, parents: Tensor, rows: Rows, config: SantaConfig, bound: int | None = None
+    ) -> Teams:
+        """The teams with their routing keys and, for two stages, with what is kept of the parents."""
+        teams = freeze_representatives(teams, rows)
+        if not self._in_two_stages(config):
+            return teams
+        kept = summarised(teams, parents, rows, config.parent_summary, bound, config.representatives)
+        return replace(teams, parents=kept)
 
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         sampling = self.sampling(config)
@@ -100,12 +116,18 @@ class SantaPlusPlus(Method):
         every_team = super().full(step, config)
         if step.teams is None or step.teams.parents is None:
             return every_team
-        return every_team and step.teams.parents.C <= config.parents_per_head
+        return every_team and step.teams.most_parents <= config.parents_per_head
 
 
 def kmeans_fields(config: SantaConfig) -> tuple[str, ...]:
     """Fields of the settings that k-means parents depend on; contiguous parents depend on none."""
     return ("kmeans_seed", "kmeans_engine") if config.parents == "kmeans" else ()
+
+
+def _joined(layers: Sequence[Rows]) -> Rows:
+    """The rows of several layers as one batch."""
+    keys = tuple(torch.cat(parts) for parts in zip(*(layer.keys for layer in layers), strict=True))
+    return Rows(keys, keys[0])
 
 
 def _stackable(points: Sequence[Tensor]) -> Iterator[slice]:

@@ -37,6 +37,7 @@ class TopTeams(SantaPlusPlus):
         "estimator",
         "kmeans_seed",
         "kmeans_engine",
+        "regroup_after",
         "routing_dtype",
         "first_token",
     )

@@ -1,0 +1,150 @@
+"""Team records with room behind them, into which teams of generated rows are written in place.
+
+A join of records makes new tensors, which is right for a further turn. While a model generates, a parent of P rows
+fills up every P steps, and what was captured with the records' addresses and shapes would have to be captured anew.
+So records get room for many parents at once, whose shapes are then the records' shapes; the room is padding, of size 0,
+that no draw can select. A team keeps its number, and with it its noise, whether or not there is room behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .parent_records import ParentRecords
+from .teams import Room, Teams
+
+
+def with_room(teams: Teams, spans: int, parent_size: int, per_parent: int) -> Teams:
+    """A copy of the records with room for so many more contiguous parents; room that they had is filled or given up.
+
+    Args:
+        teams: the records; they stay as they are.
+        spans: parents that there is to be room for.
+        parent_size: P, the most rows of one.
+        per_parent: the most teams of one, R.
+    """
+    old = teams.room
+    count = 0 if teams.parents is None else teams.parents.C if old is None else old.parents
+    bound = teams.row_bound if old is None else joined_bound(old.bound, old.filled, old.parent_size, old.per_parent)
+    room = Room(teams.covered, teams.most_teams, count, spans, parent_size, per_parent, bound)
+    rows, M = room.rows + spans * parent_size, room.teams + spans * per_parent
+
+    def flat(tensor: Tensor, size: int, unused: int) -> Tensor:
+        # a negative amount cuts old room off; contiguous, because pad then returns a view
+        return pad(tensor, (0, size - tensor.shape[2]), value=unused).contiguous()
+
+    def along(size: int) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: pad(tensor, (0, 0, 0, size - tensor.shape[2])).contiguous()
+
+    parents = teams.parents
+    if parents is not None:
+        C = count + spans
+        parents = replace(
+            parents,
+            sizes=flat(parents.sizes, C, 0),
+            count=parents.count.clone(),
+            of_team=flat(parents.of_team, M, -1),
+            most_teams=max(parents.most_teams, per_parent),
+            keys=tuple(part.resized(along(C)) for part in parents.keys),
+            spread=tuple((along(C) if part.dim() == 4 else lambda t: flat(t, C, 0))(part) for part in parents.spread),
+        )
+    return Teams(
+        sizes=flat(teams.sizes, M, 0),
+        count=teams.count.clone(),
+        team_of_row=flat(teams.team_of_row, rows, -1),
+        representative=flat(teams.representative, M, -1),
+        row_bound=joined_bound(bound, spans, parent_size, per_parent),
+        routing_keys=tuple(part.resized(along(M)) for part in teams.routing_keys),
+        parents=parents,
+        room=room,
+    )
+
+
+def has_room(teams: Teams, spans: int) -> bool:
+    """Whether teams of so many more parents may be written into the records."""
+    room = teams.room
+    return room is not None and not room.shared and room.filled + spans <= room.spans
+
+
+@torch.inference_mode()
+def append_(teams: Teams, new: Teams, start: int, spans: int) -> None:
+    """Write the teams of ``spans`` parents into the records' room, in place and without waiting for the device.
+
+    They are numbered after the teams that each sequence and group has, which padding may make fewer in one than in
+    another; so where they go is found on the device.
+
+    Args:
+        teams: records that :func:`has_room` for them.
+        new: teams of the cache rows from ``start`` on, M no more than so many parents can have.
+        start: the first of these rows, which is behind every row grouped so far.
+    """
+    room = teams.room
+    assert room is not None and has_room(teams, spans) and start >= room.rows
+    assert new.M <= spans * room.per_parent and start + new.length <= teams.length
+    offset = teams.count.long()[..., None]
+    write = _writer(offset + torch.arange(new.M, device=offset.device))
+    own = new.team_of_row
+    teams.team_of_row[..., start : start + new.length] = torch.where(own >= 0, own + teams.count[..., None], -1)
+    write(teams.sizes, new.sizes)
+    write(teams.representative, torch.where(new.representative >= 0, new.representative + start, -1))
+    for part, later in zip(teams.routing_keys, new.routing_keys, strict=True):
+        part.write_(later, write)
+    if teams.parents is not None:
+        assert new.parents is not None
+        _append_parents(teams.parents, new.parents, write)
+        room.parents += new.parents.C
+    teams.count.add_(new.count)
+    room.rows, room.teams, room.filled = start + new.length, room.teams + new.M, room.filled + spans
+
+
+def _append_parents(parents: ParentRecords, new: ParentRecords, write_teams: Callable[[Tensor, Tensor], None]) -> None:
+    offset = parents.count[..., None]
+    write = _writer(offset.long() + torch.arange(new.C, device=offset.device))
+    write_teams(parents.of_team, torch.where(new.of_team >= 0, new.of_team + offset, -1))
+    write(parents.sizes, new.sizes)
+    for part, later in zip(parents.keys, new.keys, strict=True):
+        part.write_(later, write)
+    for spread, other in zip(parents.spread, new.spread, strict=True):
+        write(spread, other)
+    parents.count.add_(new.count)
+
+
+def _writer(place: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """What writes a tensor's teams at ``place (B, G, M)`` of another's; padding teams land behind, where room is."""
+
+    def write(into: Tensor, new: Tensor) -> None:
+        into.scatter_(2, place if new.dim() == 3 else place[..., None].expand_as(new), new)
+
+    return write
+
+
+# the last one made: layers that were built together share their list, which is long
+_made: tuple[list[int], tuple[int, int, int], list[int]] = ([], (0, 0, 0), [])
+
+
+def joined_bound(bound: list[int], parents: int, parent_size: int, per_parent: int) -> list[int]:
+    """The most rows that n = 1, 2, ... teams hold, of teams bounded by ``bound`` and of contiguous parents.
+
+    One team of a parent holds at most P - R + 1 of its P rows, since the other R - 1 have a row each, and every further
+    one then a row more. The largest increments of both bounds come first; a bound that grew in another order is not
+    exceeded by them.
+    """
+    global _made
+    if not parents:
+        return bound
+    asked, kept = (parents, parent_size, per_parent), _made
+    if kept[0] is bound and kept[1] == asked:
+        return kept[2]
+    more = [b - a for a, b in zip([0, *bound], bound, strict=False)]
+    more += [parent_size - per_parent + 1] * parents + [1] * (parents * (per_parent - 1))
+    total, found = 0, []
+    for rows in sorted(more, reverse=True):
+        total += rows
+        found.append(total)
+    _made = (bound, asked, found)
+    return found
