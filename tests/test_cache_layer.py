@@ -23,7 +23,7 @@ from .tiny_models import (
     tiny_model,
 )
 
-SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
+SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16, "regroup_after": 0}
 EVERY_TEAM = {**SMALL, "budget": 4096}
 
 

@@ -130,7 +130,7 @@ def test_with_overrides_unknown_field():
 OTHER = {
     "parents": "contiguous", "parent_size": 32, "representatives": 8, "budget": 256, "estimator": "pooled",
     "noise": "shared", "seed": 5, "kmeans_seed": 6, "kmeans_engine": "torch", "backend": "torch",
-    "routing_dtype": "int4", "draws": "systematic", "hash_bits": 9, "hash_tables": 75,
+    "routing_dtype": "int4", "draws": "systematic", "hash_bits": 9, "hash_tables": 75, "regroup_after": 0,
     "routing": "two_stage", "parents_per_head": 3, "parent_summary": "diagonal",
     "first_token": "dense",
 }  # fmt: skip

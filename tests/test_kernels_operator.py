@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
+from latent_santa.growth import with_room
 from latent_santa.kernels import Workspace, launch, reason_not, sampled_attention, unavailable
 from latent_santa.kernels.plan import Shapes, attend_bytes, candidate_blocks, candidates, choose, route_bytes
 from latent_santa.kernels.select import TEAMS, select_kernel
@@ -143,6 +144,15 @@ def test_teams_of_several_turns(routing_dtype: str) -> None:
         for t in (step.teams, second)
     )
     check(replace(step, teams=join_teams(first, second), suffix=Suffix(torch.arange(80, 84))), 3)
+
+
+@pytest.mark.parametrize(("estimator", "dtype"), [("per_head", "model"), ("pooled", "int4")])
+def test_room_behind_the_records_changes_no_bit(estimator: str, dtype: str) -> None:
+    step = make_step(heads=2, lengths=(24,), dims=(16, 16), parent_size=4, representatives=2, routing_dtype=dtype)
+    roomy = replace(step, teams=with_room(step.teams, 4, 4, 2))
+    assert roomy.teams.M > step.teams.M and roomy.teams.length > step.rows.length
+    ours, theirs = (kernels(each, 3, Workspace(SMALL), estimator) for each in (roomy, step))
+    assert ours.out.equal(theirs.out) and ours.lse.equal(theirs.lse)
 
 
 def test_a_sequence_that_is_all_padding_gets_zeros() -> None:

@@ -335,7 +335,7 @@ def test_turns_join_their_parents(model):
     wanted = generate(model, torch.cat((plain.sequences, turn), 1), 4, cache=cache_of(plain))
     for settings in ({"parents_per_head": 100, "budget": 4096}, {"parents_per_head": 3}):
         for dtype in ("model", "int8") if model.config.model_type == "deepseek_v2" else ("model",):
-            with latent_santa.patch(model, **{**SETTINGS, **settings, "routing_dtype": dtype}):
+            with latent_santa.patch(model, **{**SETTINGS, **settings, "routing_dtype": dtype, "regroup_after": 0}):
                 told = generate(model, first, 3)
                 found = generate(model, torch.cat((told.sequences, turn), 1), 4, cache=cache_of(told))
                 for layer in cache_of(found).layers:
