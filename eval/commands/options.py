@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from latent_santa.eval.run.render import Renderer
 
 # SantaConfig's fields that are one option each, and equal in all settings of a run
-SHARED = ("draws", "routing_dtype", "backend", "kmeans_engine", "seed", "kmeans_seed")
+SHARED = ("draws", "regroup_after", "routing_dtype", "backend", "kmeans_engine", "seed", "kmeans_seed")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -54,6 +54,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return number
+
+
+def regrouping(text: str) -> int | str:
+    """A number of rows, or auto."""
+    return text if text == "auto" else int(text)
 
 
 def word(text: str) -> str:
@@ -215,6 +220,13 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
         default="independent",
         choices=("independent", "systematic"),
         help="how santa draws its S rows: each by itself, or all from one uniform per head",
+    )
+    add(
+        "--regroup-after",
+        type=regrouping,
+        default="auto",
+        metavar="ROWS",
+        help="most generated rows that stay exact before they are grouped into teams too; 0: no limit (the paper)",
     )
     add(
         "--routing-dtype",

@@ -97,7 +97,7 @@ def same_model(name: str, model: str) -> bool:
 def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: SantaConfig, column: str) -> Value | None:
     """The paper's value of a condition in a column (a task, or "mean" over exactly the table's tasks), if it has one.
 
-    Only for official data, the paper's model, its length, noise and routing keys. The number of prompts may differ: a
+    Only for official data, the paper's model, its length, noise, routing keys and exact suffix. The number of prompts may differ: a
     smaller run is still the same quantity, with a wider interval.
     """
     key = method_key(condition)
@@ -106,6 +106,8 @@ def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: SantaCon
     if key is None:
         return None
     if settings.get("routing_dtype", "model") != "model" or settings.get("noise", "independent") != "independent":
+        return None
+    if settings.get("regroup_after", 0) != 0 and key in ("kmeans", "contiguous"):
         return None
     for table in TABLES:
         if not same_model(settings["model"], table.model) or settings["length"] != table.length:
@@ -213,6 +215,9 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     add("noise", "independent for each head", get("noise"), lambda: settings["noise"] == "independent")
     routing = settings.get("routing_dtype", "model")
     add("routing keys", "as in the cache", routing, lambda: routing == "model")
+    regrouped = settings.get("regroup_after", 0)
+    shown = "none" if regrouped == 0 else f"--regroup-after {regrouped}"
+    add("teams of generated rows", "none, an exact suffix", shown, lambda: regrouped == 0)
     first = "the last prompt token again, through sparse attention"
     add("first token", first, get("first_token"), lambda: settings["first_token"] == "replay")
     engine = _kmeans_engine(settings)

@@ -17,6 +17,7 @@ from latent_santa.eval.sources import Request, load_samples
 BEFORE_OPTIONS = {
     "batch_size": 1,
     "routing_dtype": "model",
+    "regroup_after": 0,
     "draws": "independent",
     "template_options": "{}",
     "math_sdpa": True,
