@@ -110,6 +110,7 @@ class TeamLayer(DynamicLayer):
     Attributes:
         grouped: team records and spans.
         waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
+        limit: most rows behind the last grouping in a decoding call, where generated rows are grouped; else 0.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
         observed: queries of the last prompt's end, where somebody asked for them.
         buffers: where the rows lie, with free ones behind them; None while they lie elsewhere.
@@ -126,6 +127,7 @@ class TeamLayer(DynamicLayer):
         super().__init__(**kwargs)
         self.grouped = Grouped()
         self.waiting: tuple[int, int] | None = None
+        self.limit = 0
         self.noise_key: Tensor | None = None
         self.observed: Observed | None = None
         self.asked: int | None = None
@@ -229,6 +231,7 @@ class TeamLayer(DynamicLayer):
         fresh = []
         for old, new in ((self.keys, key_states), (self.values, value_states)):
             buffer = new.new_empty(*new.shape[:-2], room, new.shape[-1])
+            buffer[..., length:, :] = 0  # a masked row still meets a weight of 0, which NaN would survive
             if length:
                 _write(buffer, 0, old)
             # a masked row still meets a weight of 0, which does not make up for what memory may hold
@@ -240,7 +243,8 @@ class TeamLayer(DynamicLayer):
     def suffix(self, visible: Tensor | None) -> Suffix:
         """Rows in no team that a query must attend exactly: earlier spans and everything since the last grouping."""
         index = self.suffix_rows(self.get_seq_length())
-        room = index.numel() + self.room - self.get_seq_length()
+        open_rows = max(self.open_rows, 0)
+        room = index.numel() - open_rows + (self.limit or open_rows + self.room - self.get_seq_length())
         return Suffix(index, None if visible is None else visible[:, index], room)
 
     def suffix_rows(self, stop: int) -> Tensor:

@@ -101,9 +101,11 @@ def regroup_generated(
     """
     method = METHODS[config.method]
     after = method.regroup_after(config)
+    for layer in layers:
+        layer.limit = after if layer.grouped.teams is not None else 0
     if not after:
         return
-    full = [n for n, layer in enumerate(layers) if layer.grouped.teams is not None and layer.open_rows >= after]
+    full = [n for n, layer in enumerate(layers) if layer.limit and layer.open_rows >= after]
     if method.parents(config) == "kmeans":
         for n in full:
             layers[n].waiting = (layers[n].grouped.stop, layers[n].get_seq_length())
@@ -121,12 +123,20 @@ def regroup_generated(
         seen = None if visible is None else visible[:, :stop]
         for n, teams in zip(numbers, method.build(*span, config, spans), strict=True):
             assert teams is not None
-            old = make_room(layers[n], spans, config)
+            old = _roomy(layers[n], spans, config)
             append_(old, _coded(teams, old, config), start, spans)
             layers[n].grouped = replace(layers[n].grouped, stop=stop, seen=seen)
 
 
-def make_room(layer: TeamLayer, spans: int, config: SantaConfig) -> Teams:
+def make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> None:
+    """Give records room for the teams of all rows that the cache may hold before it moves."""
+    method = METHODS[config.method]
+    for layer in layers:
+        if layer.limit and method.parents(config) == "contiguous":
+            _roomy(layer, (layer.room - layer.grouped.stop) // config.parent_size, config)
+
+
+def _roomy(layer: TeamLayer, spans: int, config: SantaConfig) -> Teams:
     """The layer's records, with room for ``spans`` more contiguous parents; copied where there is too little.
 
     New room is for an eighth of the grouped rows, or 256, so that copies are few and little padding is scored.

@@ -11,6 +11,7 @@ import latent_santa
 from latent_santa.methods import METHODS
 from latent_santa.patches import grouping
 
+from .call_again import on_the_cpu
 from .test_generation import (
     beams,
     chunks_of_padding,
@@ -159,6 +160,24 @@ def test_records_are_those_of_a_join(model, settings, monkeypatch):
         assert per_step(santa) == counts
         assert all(layer.grouped.teams.room is None and layer.grouped.stop == 50 for layer in cache.layers)
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"parents": "kmeans"}, {"routing": "two_stage", "parents_per_head": 3}])
+def test_captured_steps_go_on_while_teams_come_to_the_records(model, settings):
+    """Regrouping between graph replays: the tokens and counts of launches one by one, and few captures."""
+    ids, mask = padded([11, 30])
+    found = {}
+    for graphs in ("off", "on"):
+        with on_the_cpu(), latent_santa.patch(model, **{**SMALL, **settings}, graphs=graphs) as santa:
+            output = generate(model, ids, 40, attention_mask=mask)
+            found[graphs] = output.scores, santa.access.per_sequence(), santa.full_calls
+            assert all(layer.grouped.stop == 30 + 36 for layer in cache_of(output).layers)
+            if graphs == "on":
+                # k-means makes new records each time, contiguous parents write into those that were captured
+                captures = santa._control.graphs.captured
+                assert captures == 1 if settings.get("parents") != "kmeans" else captures > 5
+    assert_close(found["on"][0], found["off"][0])
+    assert found["on"][1:] == found["off"][1:]
 
 
 def test_room_grows_by_a_copy(model, monkeypatch):

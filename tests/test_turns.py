@@ -16,7 +16,7 @@ from latent_santa.access import MLA_UNIT, PACK, AccessLedger
 
 from .tiny_models import cache_name, decode_by_hand, generate, prompt, tiny_model
 
-SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
+SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16, "regroup_after": 0}
 EVERY_TEAM = {**SMALL, "budget": 4096}
 
 

@@ -97,8 +97,8 @@ def same_model(name: str, model: str) -> bool:
 def lookup(settings: dict[str, Any], tasks: tuple[str, ...], condition: SantaConfig, column: str) -> Value | None:
     """The paper's value of a condition in a column (a task, or "mean" over exactly the table's tasks), if it has one.
 
-    Only for official data, the paper's model, its length, noise, routing keys and exact suffix. The number of prompts may differ: a
-    smaller run is still the same quantity, with a wider interval.
+    Only for official data, the paper's model, its length, noise, routing keys and exact suffix. The number of prompts
+    may differ: a smaller run is still the same quantity, with a wider interval.
     """
     key = method_key(condition)
     if key == "santa" and "draws" not in settings:

@@ -116,7 +116,11 @@ class Method:
 
     def full(self, step: DecodeStep, config: SantaConfig) -> bool:
         """Whether the step selects everything there is, which makes it dense attention."""
-        return step.teams is not None and step.teams.most_teams <= self.teams_per_head(config)
+        return step.teams is not None and self.every_team(step.teams, config)
+
+    def every_team(self, teams: Teams, config: SantaConfig) -> bool:
+        """Whether K covers every team that there is."""
+        return teams.most_teams <= self.teams_per_head(config)
 
     def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
         """What one counted row costs (Equations 13 and 14)."""

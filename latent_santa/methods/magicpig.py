@@ -64,7 +64,12 @@ class MagicPIG(Method):
         return ("hash_bits", "hash_tables", "seed")
 
     def build(
-        self, points: Sequence[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+        self,
+        points: Sequence[Tensor],
+        rows: Sequence[Rows],
+        member: Tensor,
+        config: SantaConfig,
+        bound: int | None = None,
     ) -> Iterable[Teams | None]:
         """One record per row: its signature, and the length of its centred key. The mean key is its parent's."""
         rank, count = member.long().cumsum(-1) - 1, member.sum(-1, keepdim=True)

@@ -112,11 +112,8 @@ class SantaPlusPlus(Method):
         sampling = self.sampling(config)
         return choose(step, sampling).sampled_attention(step, sampling)
 
-    def full(self, step: DecodeStep, config: SantaConfig) -> bool:
-        every_team = super().full(step, config)
-        if step.teams is None or step.teams.parents is None:
-            return every_team
-        return every_team and step.teams.most_parents <= config.parents_per_head
+    def every_team(self, teams: Teams, config: SantaConfig) -> bool:
+        return super().every_team(teams, config) and teams.most_parents <= config.parents_per_head
 
 
 def kmeans_fields(config: SantaConfig) -> tuple[str, ...]:

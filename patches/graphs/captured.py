@@ -16,7 +16,7 @@ from .engine import Engine
 from .fixed import FixedCall
 
 if TYPE_CHECKING:
-    from ..cache_layer import Grouped, TeamLayer
+    from ..cache_layer import TeamLayer
     from ..control import Control
 
 
@@ -41,7 +41,7 @@ class CapturedStep:
     ) -> None:
         self.fixed, self.conditions = FixedCall(call), conditions
         self._engine, self._control, self._scratch = engine, control, Workspace()
-        self._rows: list[tuple[Any, Grouped]] = [(layer.buffers, layer.grouped) for layer in call.layers]
+        self._rows = [_records(layer) for layer in call.layers]
         self._inputs = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
         # where a call leaves its positions to the model, the host would count them
         self._places: dict[str, Tensor] = {}
@@ -61,10 +61,7 @@ class CapturedStep:
             rows <= self.fixed.room
             and self.conditions == conditions
             and len(layers) == len(self._rows)
-            and all(
-                layer.grouped is grouped and layer.buffers is buffers
-                for layer, (buffers, grouped) in zip(layers, self._rows, strict=True)
-            )
+            and all(_same(_records(layer), kept) for layer, kept in zip(layers, self._rows, strict=True))
         )
 
     def first(self, call: ModelCall, given: dict[str, Any]) -> Any:
@@ -106,6 +103,16 @@ class CapturedStep:
         if name is None:
             return kind(**tensors)
         return kind(**tensors, **{name: next(value for value in given.values() if isinstance(value, Cache))})
+
+
+def _records(layer: TeamLayer) -> tuple[Any, ...]:
+    """What a captured step keeps of a layer. A suffix of limited length moves on over reserved rows and teams."""
+    grouped = layer.grouped
+    return layer.buffers, grouped.teams, grouped.exact, layer.limit, None if layer.limit else grouped.stop
+
+
+def _same(now: tuple[Any, ...], kept: tuple[Any, ...]) -> bool:
+    return now[0] is kept[0] and now[1] is kept[1] and now[2:] == kept[2:]
 
 
 def _tensors(output: Any) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ class FixedCall(ModelCall):
         place: ``(1,)`` int64, the row that the step writes; rows behind it are not there yet.
         key: ``(B, 2)`` int64 noise keys.
         mask: ``(B, room)`` bool, False for padding rows, or None when all are real.
+        start: ``(1,)`` int64, the first row of a suffix of limited length, or None.
         ring: the counts of the steps that ran, once a first one has.
     """
 
@@ -40,6 +41,7 @@ class FixedCall(ModelCall):
         self.key = torch.zeros(self.batch, 2, dtype=torch.int64, device=device)
         padded = call.visible is not None
         self.mask = torch.zeros(self.batch, self.room, dtype=torch.bool, device=device) if padded else None
+        self.start = torch.zeros(1, dtype=torch.int64, device=device) if first.limit else None
         self.ring: CountRing | None = None
         self._key_from: Tensor | None = None
         self._rows = torch.arange(self.room, device=device)
@@ -51,6 +53,8 @@ class FixedCall(ModelCall):
         """Enter what the next step depends on; a few small launches."""
         held = call.layers[0].get_seq_length()
         self.place.fill_(held)
+        if self.start is not None:
+            self.start.fill_(call.layers[0].grouped.stop)
         key = call.layers[0].noise_key
         if key is not None and key is not self._key_from:
             self.key.copy_(key)
@@ -98,13 +102,18 @@ class FixedCall(ModelCall):
 
     def suffix(self, layer: int, device: torch.device) -> Suffix:
         grouped = self.layers[layer].grouped
-        spans = (*grouped.exact, grouped.stop)
+        spans = grouped.exact if self.start is not None else (*grouped.exact, grouped.stop)
         if spans not in self._suffixes:
             if spans not in self._index:
-                self._index[spans] = self.layers[layer].suffix_rows(self.room)
+                stop = self.room if self.start is None else grouped.stop
+                self._index[spans] = self.layers[layer].suffix_rows(stop)
             index = self._index[spans]
+            if self.start is not None:
+                index = torch.cat((index, self.start + self._rows[: self.layers[layer].limit]))
             assert self.visible is not None
-            self._suffixes[spans] = Suffix(index, self.visible[:, index], index.numel())
+            # a limited suffix may reach beyond the reserved rows
+            seen = self.visible[:, index.clamp_max(self.room - 1)] & (index < self.room)
+            self._suffixes[spans] = Suffix(index.clamp_max(self.room - 1), seen, index.numel())
         return self._suffixes[spans]
 
     def dense_mask(self, mask: Tensor | None, implementation: str) -> Tensor | None:

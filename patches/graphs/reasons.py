@@ -116,4 +116,6 @@ def reason_of_call(control: Control, call: ModelCall, kwargs: dict[str, Any]) ->
         return "the call brings no position_ids, and this model derives them on the host"
     if not all(layer.get_seq_length() for layer in call.layers):
         return "some layers hold no rows (an early exit)"
+    if len({layer.grouped.stop for layer in call.layers}) > 1:
+        return "the teams of its layers end at different rows"
     return None

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import Cache
 
+from latent_santa.methods import METHODS
+
 from ..calls import ModelCall
+from ..grouping import make_room
 from .captured import CapturedStep, Conditions
 from .engine import ENGINES
 from .reasons import Look, reason_of_call
@@ -128,6 +131,7 @@ class StepGraphs:
         rows = call.layers[0].get_seq_length() + 1
         for layer in call.layers:
             layer.make_room(rows)
+        make_room(call.layers, self.control.config)
         begun = time.perf_counter()
         engine = ENGINES[call.layers[0].keys.device.type](call.layers[0].keys.device)
         graph = CapturedStep(engine, call, self.control, conditions, given)
@@ -152,7 +156,9 @@ class StepGraphs:
             layer.advance(rows)
         assert graph.fixed.ring is not None
         self.control.access.step_done(graph.fixed.ring)
-        call.full = graph.fixed.full
+        config, teams = self.control.config, call.layers[0].grouped.teams
+        # teams of generated rows may have come to the captured ones
+        call.full = graph.fixed.full and (teams is None or METHODS[config.method].every_team(teams, config))
         return output
 
 
