@@ -60,7 +60,7 @@ def grown(case, config, room=None):
         bound = None if room is None else 1
         part = built(case, here, here + P, member[:, place : place + P], config, bound)
         if room is None:
-            teams = join_teams(teams, part, here)
+            teams = join_teams(teams, part.behind(here))
         else:
             append_(teams, part, here, 1)
     left = Suffix(case.suffix.index[rows:], None if seen is None else seen[:, rows:])
@@ -137,7 +137,7 @@ def test_codes_are_written_under_the_first_center(dtype):
         coded = quantise_parts(new.routing_keys, dtype, new.sizes > 0, first.routing_keys)
         new = replace(new, routing_keys=coded)
         if bound is None:
-            joined = join_teams(first, new, start)
+            joined = join_teams(first, new.behind(start))
     roomy = with_room(first, 3, P, R)
     append_(roomy, new, start, SPANS)
     same_records(roomy, joined)

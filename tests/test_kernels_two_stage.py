@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
+from latent_santa.growth import with_room
 from latent_santa.kernels import Workspace, reason_not
 from latent_santa.kernels.launch import launches_of
 from latent_santa.kernels.support import interpreting
@@ -74,6 +75,17 @@ def test_budgets_around_the_numbers_of_parents_and_teams(k1: int, k: int, estima
     step = make_step("gqa", heads=2, lengths=(36, 18), dims=(16,), dtype=torch.float16, parent_size=4, summary="mean")
     assert sorted(step.teams.parents.count[:, 0].tolist()) == [5, 9]
     check(step, k, estimator, parents=k1, shares=2)
+
+
+def test_room_behind_the_records_changes_no_bit() -> None:
+    """Room for later parents (:mod:`latent_santa.growth`) is padding, of teams and of parents."""
+    step = make_step(
+        heads=2, lengths=(28, 20), dims=(16, 16), parent_size=4, representatives=2, summary="isotropic", spare=0
+    )
+    roomy = replace(step, teams=with_room(step.teams, 3, 4, 2))
+    assert roomy.teams.parents.C == step.teams.parents.C + 3 and roomy.teams.length > step.rows.length
+    ours, theirs = (kernels(each, 3, Workspace(SMALL), "pooled", parents=2) for each in (roomy, step))
+    compare(ours, theirs, 0)
 
 
 @pytest.mark.parametrize("representatives", [1, 20])
