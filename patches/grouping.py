@@ -56,10 +56,8 @@ def group_waiting(
         else:
             records = method.build(*_span(waiting, theirs, visible, start, stop), config)
         for n, teams in zip(numbers, records, strict=True):
-            peers = adapters[n].peers
-            if teams is not None and peers is not None and not adapters[n].groups_apart:
-                # the processes hold the same rows, but one rounding otherwise could make other teams of them
-                teams = peers.firsts(teams, device)
+            if teams is not None:
+                teams = _agreed(teams, adapters[n])
             layers[n].grouped = _extended(layers[n].grouped, teams, start, stop, seen, config)
             layers[n].waiting = None
 
@@ -124,7 +122,7 @@ def regroup_generated(
         for n, teams in zip(numbers, method.build(*span, config, spans), strict=True):
             assert teams is not None
             old = _roomy(layers[n], spans, config)
-            append_(old, _coded(teams, old, config), start, spans)
+            append_(old, _coded(_agreed(teams, adapters[n]), old, config), start, spans)
             layers[n].grouped = replace(layers[n].grouped, stop=stop, seen=seen)
 
 
@@ -167,6 +165,13 @@ def _span(
     else:
         member = visible[:, start:stop].to(first.device)
     return points, rows, member
+
+
+def _agreed(teams: Teams, adapter: Adapter) -> Teams:
+    """The same teams in all processes that hold the same rows: rounding could make others of them."""
+    if adapter.peers is None or adapter.groups_apart:
+        return teams
+    return adapter.peers.firsts(teams, teams.sizes.device)
 
 
 def _extended(
