@@ -167,6 +167,7 @@ class _Thread(threading.local):
     # of the thread's last call outside of a capture, which cannot read the mask on the host. What is captured has run
     # before, on the same rows
     unbroken = False
+    used: str | None = None
 
 
 _thread = _Thread()
@@ -175,12 +176,14 @@ _thread = _Thread()
 def attend_all(step: DecodeStep) -> tuple[Tensor, Tensor]:
     """Exact attention over all visible rows (Equation 1): ``out (B, G, H, V)`` and ``lse (B, G, H)``, float32."""
     seen = _seen_of(step)
-    return _operator(step, seen).attend(step, seen)
+    operator = _operator(step, seen)
+    _thread.used = operator.name
+    return operator.attend(step, seen)
 
 
-def operators_used() -> list[str]:
-    """Names of the operators that this process chose on a GPU."""
-    return sorted({operator.name for operator in _chosen.values()})
+def last_used() -> str | None:
+    """Name of the operator that this thread's last step ran, or captured; None before the first one."""
+    return _thread.used
 
 
 def reasons_not(step: DecodeStep) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -106,31 +105,43 @@ def test_capture_takes_the_middle_layer(tmp_path: Path, capsys: pytest.CaptureFi
         ("--device bogus", "--device bogus: supported are auto and cpu"),
         ("--device mps", "PyTorch sees no such device here"),
         ("--out {dir}/file", "file: cannot be written to"),
-        ("--device cpu --shape small --backends triton", "Triton's interpreter gets bfloat16 products wrong"),
-        ("--context 32768 --steps 200000", "--context 32768 and --steps 200000: 232,770 positions are more than the"),
-        ("--device cpu --context 100,200000", "--context 200000 and --steps 20: 200,022 positions are more than the"),
+        (
+            "--device cpu --shape small --settings per_head+triton",
+            "--settings with +triton, --dtype bfloat16: rows are bfloat16, and Triton's interpreter gets bfloat16",
+        ),
+        ("--context 32768 --steps 200000", "--context 32768 and --steps 200000: 232,779 positions are more than the"),
+        ("--device cpu --context 100,200000", "--context 200000 and --steps 16: 200,027 positions are more than the"),
         (
             "--device cpu --shape small --batch 1000000",
             "--batch 1000000 and --context 32768: weights and cached rows take",
         ),
         ("--device cpu --shape small --layers 1000000 --context 256", "weights and cached rows take"),
+        ("--steps 3", "--steps must be at least 4, got 3"),
+        ("--settings sparse", "--settings: 'sparse' is no setting: give one of transformers, dense, absorbed_dense"),
+        ("--settings transformers+compile", "'transformers+compile' is no setting"),
+        ("--settings dense+kmeans", "'dense+kmeans' is no setting"),
+        ("--settings pooled+int4+int4", "'pooled+int4+int4' is no setting"),
+        ("--settings pooled,pooled", "--settings: one is given twice"),
+        ("--device cpu --budget 3", "S must be divisible by P/R"),
+        ("--resume", "--resume goes on with the run in --out: give --out DIR"),
+        ("--table {dir}", "decode.json holds no run of bench decode (FileNotFoundError)"),
     ],
 )
 def test_decode_refuses_before_a_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, said: str
 ) -> None:
-    from latent_santa.eval.bench import decode
+    from latent_santa.eval.bench import shapes
     from latent_santa.kernels.support import interpreting
 
     if "triton" in options and not interpreting():
         pytest.skip("needs Triton's interpreter")
-    original = decode.random_model
+    original = shapes.random_model
 
     def sized(config: Any, dtype: torch.dtype, device: str) -> Any:
         assert device == "meta", "weights were made before the refusal"
         return original(config, dtype, device)
 
-    monkeypatch.setattr(decode, "random_model", sized)
+    monkeypatch.setattr(shapes, "random_model", sized)
     (tmp_path / "file").touch()
     assert said in refused(capsys, "decode", *options.format(dir=tmp_path).split())
 
@@ -141,10 +152,10 @@ def test_the_memory_of_weights_and_cache_is_asked_for(
     """DeepSeek-V2-Lite has 15.7 billion weights; a row of its cache has 576 numbers in each of 27 layers."""
     from latent_santa.eval.run import sizes
 
-    cache = 8 * (32768 + 22) * 576 * 27 * 2
+    cache = 8 * (32768 + 27) * 576 * 27 * 2
     for free in (31.4e9 + cache - 2e8, 1e9):
         monkeypatch.setattr(sizes, "free_bytes", lambda device, free=free: int(free))
-        said = refused(capsys, "decode", "--device", "cpu")
+        said = refused(capsys, "decode", "--device", "cpu", "--batch", "8", "--context", "32768")
         assert f"and cpu has {free / 2**30:,.1f} GiB free; ask for less" in said
     monkeypatch.setattr(sizes, "free_bytes", lambda device: 1_000_000)
     assert "--length 2048 and --steps 2: a cache of 2,050 rows takes" in refused(capsys, "capture", "--device", "cpu")
@@ -193,18 +204,3 @@ def test_help_imports_no_torch(kind: str) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code, *kind.split()], capture_output=True, text=True, timeout=60)
     assert shown.stderr.strip() == "[]" and f"usage: latent-santa bench {kind}".strip() in shown.stdout
-
-
-@pytest.mark.parametrize("fill", ["prefill", "rows"])
-def test_decode_times_a_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], fill: str) -> None:
-    options = "--shape small --layers 1 --device cpu --dtype float32 --batch 2 --context 64 --budget 8 --steps 1"
-    words = [*options.split(), "--repeats", "1", "--parents", "contiguous", "--fill", fill, "--out", str(tmp_path)]
-    assert main(["bench", "decode", *words]) == 0
-    assert "b2 64 tokens, contiguous, per_head, torch, S=8: prefill" in capsys.readouterr().out
-    saved = json.loads((tmp_path / "decode.json").read_text())
-    dense, sampled = saved["results"]
-    # a latent of 64 and a rotary key of 16 in float32
-    assert dense["percent"] == 100 and dense["bytes_per_token"] == 4 * 80 < sampled["bytes_per_token"]
-    assert sampled["percent"] < 100 and (sampled["prefill_ms"] is None) == (fill == "rows")
-    assert saved["facts"]["layers"] == 1 and "commit" in saved["facts"]
-    assert (tmp_path / "decode.md").read_text().count("| 2 | 64 |") == 2

@@ -1,236 +1,260 @@
-"""Whole-model time and memory, patched and unpatched in one run: prefill, preparation, decode step, peak, bytes."""
+"""Whole decoding steps of a model: every setting in turn on the same filled cache, in paired rounds.
+
+A turn measures a setting twice. A bare step is one hand-made call of one token per sequence, its work on the device
+included. ``generate`` is timed by what reaches a streamer: the mean time between tokens, stopping checks, sampling and
+all. Both begin at the same cached rows; prompts are never computed again.
+"""
 
 from __future__ import annotations
 
 import copy
-import gc
+import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
+import latent_santa
+from latent_santa import dense
+from latent_santa.config import SantaConfig
+from latent_santa.eval.bench.filled import FilledCache, collect, timed
+from latent_santa.eval.bench.settings import Setting
+from latent_santa.patches import experts
 from latent_santa.patches.control import CACHE_NAMES
+from latent_santa.patches.graphs.engine import ENGINES
 
-SHAPES: dict[str, dict[str, Any]] = {
-    # sizes of deepseek-ai/DeepSeek-V2-Lite's config.json; weights are random here
-    "deepseek-v2-lite": dict(
-        vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27,
-        num_attention_heads=16, num_key_value_heads=16, n_shared_experts=2, n_routed_experts=64, num_experts_per_tok=6,
-        first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128,
-        v_head_dim=128, max_position_embeddings=163840,
-    ),
-    "small": dict(
-        vocab_size=1024, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2,
-        first_k_dense_replace=1, kv_lora_rank=64, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=32,
-        v_head_dim=32, max_position_embeddings=163840,
-    ),
-}  # fmt: skip
+# steps of a turn before the timed ones; a first turn captures its graph in the first of them
+UNTIMED = 3
+LEAST_STEPS = 4
+# a turn of slow steps takes fewer of them
+TURN_MS = 2000.0
 
 
-def shape_config(shape: str, layers: int | None, dtype: torch.dtype) -> Any:
-    """The DeepseekV2Config of a known shape; ``layers`` replaces its number of layers."""
-    from transformers import DeepseekV2Config
-
-    return DeepseekV2Config(**{**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}, dtype=dtype)
-
-
-def weight_bytes(config: Any) -> int:
-    """Memory of the model's weights, from a model of two layers with experts; nothing is allocated."""
-
-    def of(layers: int) -> int:
-        few = copy.copy(config)
-        few.num_hidden_layers = layers
-        model = random_model(few, config.dtype, "meta")
-        return sum(weight.numel() * weight.element_size() for weight in model.parameters())
-
-    all_kinds = config.first_k_dense_replace + 1
-    more = config.num_hidden_layers - all_kinds
-    if more <= 1:
-        return of(config.num_hidden_layers)
-    return of(all_kinds) + more * (of(all_kinds + 1) - of(all_kinds))
-
-
-def random_model(config: Any, dtype: torch.dtype, device: str) -> Any:
-    """A DeepseekV2ForCausalLM with random weights, made on its device."""
-    from transformers import DeepseekV2ForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = DeepseekV2ForCausalLM._from_config(config, dtype=dtype)
-    return model.eval()
-
-
-SHORT = 2048  # tokens of the prefill whose rows stand in for those of a long one
-UNTIMED = 2  # decoding steps before the timed ones
-
-
-@dataclass
-class Timing:
-    """Figures of one setting; times in milliseconds are medians, memory in bytes.
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
 
     Attributes:
-        prefill_ms: dense prefill of the whole batch, without preparation; None if the cache was filled with drawn rows.
-        prepare_ms: parents, teams and frozen representatives of all layers; 0 for the unpatched model.
-        step_ms: one decoding step of the whole batch.
-        decode_peak: highest allocated GPU memory while decoding, weights included; None on a CPU.
-        bytes_per_token: cache and team records, all layers, per cached token of one sequence.
-        percent: rows read by the timed steps (Equation 14), in percent of dense.
+        steps: timed steps of a turn, where they are quick.
+        rounds: turns of every setting. The order is reversed from round to round.
+        seconds: no round begins after so long; None: no limit. One round is measured in any case.
     """
 
-    name: str
-    prefill_ms: float | None
-    prepare_ms: float
-    step_ms: float
-    decode_peak: int | None
-    bytes_per_token: float
-    percent: float
+    steps: int = 16
+    rounds: int = 5
+    seconds: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def free(self) -> int:
+        """Rows that a turn may write behind the filled ones."""
+        return UNTIMED + self.steps + 8
 
 
-def measure(
-    model: Any,
-    batch: int,
-    context: int,
-    steps: int,
-    repeats: int,
-    settings: list[dict[str, Any]],
-    fill: str = "prefill",
-) -> Iterator[Timing]:
-    """Time the unpatched model and then every setting (overrides of SantaConfig) on the same random tokens.
+class Clock(BaseStreamer):
+    """Notes when something reaches it: the prompt first, then each token."""
 
-    Args:
-        batch: sequences.
-        context: cached tokens per sequence before the first timed step.
-        steps: timed decoding steps, after ``UNTIMED`` untimed ones.
-        repeats: prefills, of which the median is taken; one more comes first, untimed.
-        fill: where the cached rows come from. ``"prefill"`` of all tokens; or ``"rows"``, for contexts whose prefill
-            would take minutes: rows drawn from those of a short prefill, with noise of a tenth of their spread.
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def milliseconds(self) -> float:
+        """Mean time between tokens, after the untimed ones."""
+        first, last = self.times[UNTIMED + 1], self.times[-1]
+        return 1000 * (last - first) / (len(self.times) - UNTIMED - 2)
+
+
+class Point:
+    """All settings on one filled cache.
+
+    Attributes:
+        results: by setting's name what was measured, ready for JSON; turns add to it.
     """
-    import latent_santa
 
-    device = model.get_input_embeddings().weight.device
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (batch, context), generator=generator).to(device)
-    filled = _prefills if fill == "prefill" else _drawn
-    yield _unpatched(model, ids, steps, repeats, filled)
-    for overrides in settings:
-        # the prefill is timed without the replay, which would be counted as preparation otherwise
-        with latent_santa.patch(model, **{**overrides, "first_token": "dense"}) as santa:
-            yield _patched(santa, model, ids, steps, repeats, _name(overrides), filled)
+    def __init__(
+        self,
+        model: Any,
+        filled: FilledCache,
+        batch: int,
+        context: int,
+        settings: Sequence[Setting],
+        plan: Plan,
+        results: dict[str, dict[str, Any]],
+    ) -> None:
+        self.model, self.filled, self.plan, self.results = model, filled, plan, results
+        self.settings = settings
+        self.device = model.get_input_embeddings().weight.device
+        generator = torch.Generator().manual_seed(1)
+        shape = (batch, context + 1)
+        self._ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(self.device)
+        parameters = inspect.signature(type(model).forward).parameters
+        self._cache_name = next(name for name in CACHE_NAMES if name in parameters)
+        self._patches: dict[tuple[bool, bool], tuple[Any, Any]] = {}
+        # a captured step belongs to one cache and one kind of call
+        self._caches = {s.name: (filled.for_patched(), filled.for_patched()) for s in settings if s.patched}
+
+    def measure(self) -> Iterator[str]:
+        """Give every setting its turns; yields after each the name of the setting."""
+        begun = time.perf_counter()
+        try:
+            for number in range(self._rounds_done(), self.plan.rounds):
+                if number and self.plan.seconds is not None and time.perf_counter() - begun > self.plan.seconds:
+                    return
+                order = [s for s in self.settings if self._missing(s) is None]
+                for setting in order if number % 2 == 0 else reversed(order):
+                    self._turn(setting)
+                    yield setting.name
+        finally:
+            for _, santa in self._patches.values():
+                santa.unpatch()
+            self._patches.clear()
+
+    def _patched(self, setting: Setting) -> tuple[Any, Any]:
+        """The model that the setting runs on, and its handle, under the setting; no handle without a patch."""
+        if setting.overrides is None:
+            return self.model, None
+        kind = (setting.compile, setting.eager)
+        if kind not in self._patches:
+            graphs = "off" if setting.eager or self.device.type not in ENGINES else "on"
+            twin = _twin(self.model)
+            self._patches[kind] = twin, latent_santa.patch(twin, graphs=graphs, compile=setting.compile)
+        model, santa = self._patches[kind]
+        santa.configure(SantaConfig(**setting.overrides))
+        return model, santa
+
+    def _missing(self, setting: Setting) -> str | None:
+        return self.results.get(setting.name, {}).get("missing")
+
+    def _rounds_done(self) -> int:
+        """Rounds that every setting has had; a round that was interrupted is forgotten."""
+        lengths = [
+            len(self.results.get(s.name, {}).get("generate_ms", ())) for s in self.settings if not self._missing(s)
+        ]
+        done = min(lengths, default=self.plan.rounds)
+        for setting in self.settings:
+            for times in ("bare_ms", "generate_ms"):
+                del self.results.get(setting.name, {}).get(times, [])[done:]
+        return done
+
+    @torch.no_grad()
+    def _turn(self, setting: Setting) -> None:
+        model, santa = self._patched(setting)
+        result = self.results.setdefault(setting.name, {"bare_ms": [], "generate_ms": []})
+        first = not result["bare_ms"]
+        if first:
+            collect(self.device)
+        try:
+            if santa is not None:
+                result["prepare_ms"] = self.filled.rewind(self._caches[setting.name][0], santa)
+                santa.reset()
+            own = self._own_bytes(santa)
+            before = self._allocated()
+            bare = self._bare(model, self._cache(setting, santa, 0))
+            generated = self._generated(model, self._cache(setting, santa, 1), bare)
+        except torch.cuda.OutOfMemoryError:
+            self._caches.pop(setting.name, None)
+            self.results[setting.name] = {"missing": "does not fit in the device's memory"}
+            return
+        except RuntimeError as error:
+            if santa is None or 'graphs="on"' not in str(error):
+                raise
+            self.results[setting.name] = {"missing": str(error)}
+            return
+        if first:  # later turns find their graph's memory taken
+            result |= self._memory(own, before)
+        result["bare_ms"].append(bare)
+        result["generate_ms"].append(generated)
+        result |= _facts(model, santa)
+
+    def _bare(self, model: Any, cache: Any) -> float:
+        """Median time of a step, the head included."""
+        times: list[float] = []
+        while len(times) < UNTIMED + LEAST_STEPS or (
+            len(times) < UNTIMED + self.plan.steps and sum(times[UNTIMED:]) < TURN_MS
+        ):
+            token = self._ids[:, len(times), None]
+            call = partial(model, input_ids=token, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
+            times.append(timed(call, self.device)[1])
+        return statistics.median(times[UNTIMED:])
+
+    def _generated(self, model: Any, cache: Any, bare: float) -> float:
+        """Mean time of a token through ``generate``; as many tokens as the bare step's time allows."""
+        steps = max(LEAST_STEPS, min(self.plan.steps, int(TURN_MS / bare)))
+        clock = Clock()
+        torch.manual_seed(3)
+        model.generate(
+            self._ids,
+            attention_mask=torch.ones_like(self._ids),
+            max_new_tokens=UNTIMED + steps + 1,
+            # of random weights the likeliest token is often the same one, whose experts would be read once
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            eos_token_id=self.model.config.vocab_size,  # looked for, and never found
+            pad_token_id=0,
+            streamer=clock,
+            **{self._cache_name: cache},
+        )
+        return clock.milliseconds()
+
+    def _cache(self, setting: Setting, santa: Any, use: int) -> Any:
+        """The filled cache for a bare step (0) or for ``generate`` (1)."""
+        if santa is None:
+            return self.filled.for_transformers()
+        cache = self._caches[setting.name][use]
+        self.filled.rewind(cache, santa)
+        return cache
+
+    def _allocated(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def _own_bytes(self, santa: Any) -> int:
+        """What a setting holds before its turn: weights, and patched rows and teams. An unpatched turn copies rows."""
+        weights = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        return weights if santa is None else weights + self.filled.bytes + self.filled.team_bytes(santa)
+
+    def _memory(self, own: int, before: int | None) -> dict[str, int | None]:
+        if before is None:
+            return {"peak": None, "reserved": None}
+        peak = torch.cuda.max_memory_allocated(self.device) - before + own
+        return {"peak": peak, "reserved": torch.cuda.max_memory_reserved(self.device)}
 
 
-def _name(overrides: dict[str, Any]) -> str:
-    return ", ".join(str(value) if name != "budget" else f"S={value}" for name, value in overrides.items())
+def _twin(model: Any) -> Any:
+    """The model again, with modules of its own and the same weights: several patches can then stand at once."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
 
 
-# (model, ids, repeats) -> (filled cache, milliseconds of a prefill)
-Fill = Callable[[Any, torch.Tensor, int], tuple[Any, float | None]]
-
-
-@torch.inference_mode()
-def _unpatched(model: Any, ids: torch.Tensor, steps: int, repeats: int, filled: Fill) -> Timing:
-    cache, prefill_ms = filled(model, ids, repeats)
-    step_ms, peak = _steps(model, ids, cache, steps)
-    return Timing(
-        "unpatched", prefill_ms, 0.0, step_ms, peak, _bytes(cache) / (ids.shape[0] * cache.get_seq_length()), 100.0
-    )
-
-
-@torch.inference_mode()
-def _patched(santa: Any, model: Any, ids: torch.Tensor, steps: int, repeats: int, name: str, filled: Fill) -> Timing:
-    cache, prefill_ms = filled(model, ids, repeats)
-    santa.prepare(cache)  # untimed: it takes in a cache that no patched forward made
-    prepared = []
-    for _ in range(repeats):
-        for layer in cache.layers:
-            layer.regroup()
-        prepared.append(_timed(lambda: santa.prepare(cache), ids.device)[1])
-    santa.reset()
-    step_ms, peak = _steps(model, ids, cache, steps)
-    held = _bytes(cache) + sum(layer.grouped.teams.bytes() for layer in cache.layers if layer.grouped.teams is not None)
-    per_token = held / (ids.shape[0] * cache.get_seq_length())
-    return Timing(name, prefill_ms, statistics.median(prepared), step_ms, peak, per_token, santa.access.percent)
-
-
-def _prefills(model: Any, ids: torch.Tensor, repeats: int) -> tuple[Any, float | None]:
-    """A filled cache and the median time of a prefill of the base model."""
-    times = []
-    cache = None
-    for _ in range(repeats + 1):
-        cache = None
-        _collect(ids.device)
-        output, milliseconds = _timed(lambda: model.get_decoder()(input_ids=ids, use_cache=True), ids.device)
-        times.append(milliseconds)
-        cache = next(getattr(output, n) for n in CACHE_NAMES if getattr(output, n, None) is not None)
-        del output
-    return cache, statistics.median(times[1:])
-
-
-def _drawn(model: Any, ids: torch.Tensor, repeats: int) -> tuple[Any, None]:
-    """A cache of drawn rows, and no time."""
-    from transformers import DynamicCache
-
-    short = _prefills(model, ids[:1, :SHORT], 1)[0]
-    cache = DynamicCache()
-    batch, context = ids.shape
-    generator = torch.Generator(ids.device).manual_seed(2)
-    for number, layer in enumerate(short.layers):
-        drawn = []
-        for rows in (layer.keys, layer.values):
-            pick = torch.randint(rows.shape[2], (batch, context), generator=generator, device=ids.device)
-            part = rows[0, :, pick].transpose(0, 1).contiguous()
-            for sequence in part:  # one at a time bounds the float32 copies
-                noise = torch.randn(sequence.shape, generator=generator, device=ids.device)
-                sequence.add_((0.1 * rows.float().std() * noise).to(rows.dtype))
-            drawn.append(part)
-        cache.update(*drawn, number)
-    return cache, None
-
-
-def _steps(model: Any, ids: torch.Tensor, cache: Any, steps: int) -> tuple[float, int | None]:
-    """Median time of a decoding step of the whole model, head included, and the peak memory of the timed ones."""
-    _collect(ids.device)
-    name = next(n for n in CACHE_NAMES if _accepts(model, n))
-    times = []
-    for number in range(steps + UNTIMED):
-        if number == UNTIMED and ids.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(ids.device)
-        inputs = {"input_ids": ids[:, number % ids.shape[1]][:, None], name: cache}
-        times.append(_timed(partial(model, **inputs, use_cache=True), ids.device)[1])
-    peak = torch.cuda.max_memory_allocated(ids.device) if ids.device.type == "cuda" else None
-    return statistics.median(times[UNTIMED:]), peak
-
-
-def _accepts(model: Any, name: str) -> bool:
-    import inspect
-
-    return name in inspect.signature(type(model).forward).parameters
-
-
-def _timed(action: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The action's result and its wall time in milliseconds, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    result = action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return result, 1000 * (time.perf_counter() - start)
-
-
-def _bytes(cache: Any) -> int:
-    """Bytes of the cached rows themselves (free room behind them is not counted)."""
-    return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
-
-
-def _collect(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _facts(model: Any, santa: Any) -> dict[str, Any]:
+    """What ran in a turn: experts, graphs, rows read."""
+    found: dict[str, Any] = {
+        "experts": {
+            "bare": sorted(set(experts.implementations(model))),
+            "generate": sorted(set(experts.while_decoding(model))),
+        }
+    }
+    if santa is None:
+        return {**found, "percent": 100.0, "replayed": 0}
+    graphs = santa.graphs
+    found |= {"percent": santa.access.percent, "steps": santa.sparse_calls + santa.dense_calls}
+    found |= {"replayed": graphs.replayed, "launched": dict(graphs.eager)}
+    if graphs.captured:
+        found["capture_s"] = graphs.seconds / graphs.captured
+    if santa.config.method == "absorbed_dense":
+        found["operator"] = dense.last_used()
+    return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import latent_santa
-from latent_santa.eval.bench import decode
+from latent_santa.eval.bench import shapes
 
 from ..tiny_models import tiny_model
 
@@ -56,7 +56,7 @@ def test_a_bfloat16_model_generates_with_the_triton_backend(name: str) -> None:
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 def test_a_model_of_deepseek_v2_lites_sizes(estimator: str) -> None:
     """Four of its layers, bfloat16: the first sampled token's logits are those of the PyTorch backend."""
-    model = decode.random_model(decode.shape_config("deepseek-v2-lite", 4, torch.bfloat16), torch.bfloat16, "cuda")
+    model = shapes.random_model(shapes.shape_config("deepseek-v2-lite", 4, torch.bfloat16), torch.bfloat16, "cuda")
     ids = torch.randint(3, 1000, (2, 700), generator=torch.Generator().manual_seed(3)).cuda()
     logits, rows = {}, {}
     for backend in ("torch", "triton"):
