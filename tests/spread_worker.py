@@ -2,15 +2,17 @@
 
     python -m tests.spread_worker FOLDER
 
-Each writes ``FOLDER/RANK.json``, what it saw in every case of :data:`CASES`. They are children of one process, since
-imports take longest.
+Each writes ``FOLDER/RANK.json``, what it saw in every case of :data:`CASES`: on a GPU of its own (nccl), or where
+PyTorch sees none on the CPU (gloo). They are children of one process, since imports take longest.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -41,12 +43,14 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"routing": "two_stage", "estimator": "pooled"}),
     ("deepseek_v2", {"noise": "shared", "estimator": "pooled"}),
     ("deepseek_v2", {"method": "gumbel_rows"}),
+    ("deepseek_v2", {"method": "snapkv"}),
     ("qwen2", {"noise": "shared"}),
     ("qwen2", {"method": "santa"}),
     ("qwen2", {"method": "dense"}),
-    ("8_heads", {"backend": "triton", "estimator": "per_head", "representatives": 4, "budget": 2}),
-    ("8_heads", {"backend": "triton", "estimator": "pooled", "representatives": 4, "budget": 2}),
 ]
+if importlib.util.find_spec("triton"):
+    kernels = {"backend": "triton", "representatives": 4, "budget": 2}
+    OTHERS += [("8_heads", {**kernels, "estimator": estimator}) for estimator in ("per_head", "pooled")]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{model} {' '.join(map(str, settings.values()))}": (model, settings)
     for model, settings in [(m, s) for m in ("deepseek_v2", "qwen2") for s in GROUPINGS] + OTHERS
@@ -64,6 +68,7 @@ def seen(model: Any, settings: dict[str, Any], backend: str | None = None) -> di
     interpreted = "backend" in settings  # Triton's interpreter takes its time
     ids, mask = padded([32] if interpreted else [60, 41])
     settings = {**settings, "backend": backend or settings.get("backend", "auto")}
+    ids, mask = ids.to(model.device), mask.to(model.device)
     with latent_santa.patch(model, **{**SMALL, **settings}) as santa:
         santa.shadow = True
         output = generate(model, ids, 1 if interpreted else 2, attention_mask=mask)
@@ -84,17 +89,21 @@ def spread_model(whole: Any, folder: Path) -> Any:
     return model
 
 
-def exchanges(rank: int) -> list[Any]:
+def exchanges(rank: int, device: torch.device) -> list[Any]:
     """Records of other shapes in each process, and what becomes of them."""
     import torch.distributed
 
     from latent_santa.peers import Peers
 
     peers = Peers(torch.distributed.group.WORLD, rank, 2)
-    record = {"rows": torch.arange(3 + rank).view(-1, 1).expand(-1, 2)[:, 1:], "bound": [rank], "name": (rank, None)}
-    firsts = peers.firsts(record, torch.device("cpu"))
-    part = torch.full((1, 2), rank)
-    flags = torch.tensor([rank == 0, False, True])
+    record = {
+        "rows": torch.arange(3 + rank, device=device).view(-1, 1).expand(-1, 2)[:, 1:],
+        "bound": [rank],
+        "name": (rank, None),
+    }
+    firsts = peers.firsts(record, device)
+    part = torch.full((1, 2), rank, device=device)
+    flags = torch.tensor([rank == 0, False, True], device=device)
     return [
         {name: value.tolist() if name == "rows" else value for name, value in firsts.items()},
         peers.joined(part, 1).tolist(),
@@ -109,19 +118,23 @@ def main(rank: int, folder: Path) -> None:
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     meet = {"init_method": f"file://{folder / 'meet'}", "rank": rank, "world_size": 2}
-    torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=3), **meet)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, timeout=timedelta(minutes=3), **meet)
     models = {name: spread_model(whole_model(name), folder / name) for name in MODELS}
     found: dict[str, Any] = {name: seen(models[model], settings) for name, (model, settings) in CASES.items()}
     # where processes would cluster otherwise, the first one's teams are everybody's
     found["other seeds"] = seen(models["deepseek_v2"], {"parents": "kmeans", "kmeans_seed": rank})
-    found["exchanges"] = exchanges(rank)
+    found["exchanges"] = exchanges(rank, device)
     for name, model, options in (("kv", "1_kv_head", {}), ("compile", "qwen2", {"compile": True})):
         try:
             latent_santa.patch(models[model], **options)
         except (NotImplementedError, RuntimeError) as error:
             found[f"{name} refused"] = str(error)
     with latent_santa.patch(models["qwen2"], **SMALL) as santa:
-        generate(models["qwen2"], padded([60, 41])[0], 2)
+        generate(models["qwen2"], padded([60, 41])[0].to(device), 2)
         if rank == 0:  # asking is nobody else's business
             found["report"] = santa.report()
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -129,11 +142,29 @@ def main(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+def two_processes(models: dict[str, Any], folder: Path, **env: str) -> list[dict[str, Any]]:
+    """What each of two processes saw of the models."""
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    command = [sys.executable, "-m", "tests.spread_worker", str(folder)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    here = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def check(two: dict[str, Any], one: dict[str, Any]) -> None:
+    """Tokens and rows are the same, scores and errors up to rounding."""
+    assert two["tokens"] == one["tokens"]
+    assert two["rows"] == one["rows"] and two["sequences"] == one["sequences"]
+    for part in ("scores", "errors"):
+        torch.testing.assert_close(torch.tensor(two[part]), torch.tensor(one[part]), rtol=1e-4, atol=1e-4)
+
+
 def both(folder: Path) -> int:
     """Run both processes; 0 when both ended well. When one fails, the other would wait for it."""
     import sklearn.cluster  # noqa: F401
-
-    from latent_santa.kernels import launch  # noqa: F401
 
     children = set()
     for rank in range(2):

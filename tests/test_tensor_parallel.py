@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("torch.distributed.tensor")
 
-from .spread_worker import CASES, MODELS, seen, whole_model
-
-HERE = Path(__file__).resolve().parents[1]
+from .spread_worker import CASES, MODELS, check, seen, two_processes, whole_model
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +18,7 @@ def models() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def both(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two processes saw."""
-    folder = tmp_path_factory.mktemp("spread")
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
-    command = [sys.executable, "-m", "tests.spread_worker", str(folder)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return two_processes(models, tmp_path_factory.mktemp("spread"), CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,13 +30,6 @@ def test_two_processes_give_what_one_gives(name: str, models: dict[str, Any], bo
     if settings.get("method") != "dense":
         totals = one["rows"]["totals"]
         assert 0 < totals["union"] < totals["dense"] - totals["suffix"]  # sampling leaves rows out
-
-
-def check(two: dict[str, Any], one: dict[str, Any]) -> None:
-    assert two["tokens"] == one["tokens"]
-    assert two["rows"] == one["rows"] and two["sequences"] == one["sequences"]
-    for part in ("scores", "errors"):
-        torch.testing.assert_close(torch.tensor(two[part]), torch.tensor(one[part]), rtol=1e-4, atol=1e-4)
 
 
 def test_teams_are_the_first_processs(models: dict[str, Any], both: list[dict[str, Any]]) -> None:

@@ -1,8 +1,11 @@
-"""One model over two CUDA devices: each layer's teams, scratch and noise live with its rows."""
+"""One model over two CUDA devices: layer by layer, where each layer's teams, scratch and noise live with its rows, and
+head by head (tensor parallelism), in two processes.
+"""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from accelerate import dispatch_model
 
 from latent_santa.kmeans import minibatch_kmeans
 
+from ..spread_worker import CASES, MODELS, check, seen, two_processes, whole_model
 from ..tiny_models import tiny_model
 from .test_generate import generation
 
@@ -36,6 +40,15 @@ def test_a_model_over_two_devices_gives_the_tokens_and_rows_of_one(name: str, ba
     assert {p.device.index for p in split.parameters()} == {0, 1}
     settings = {"budget": 24, "parents": parents, "estimator": "pooled"}
     assert generation(split, backend, **settings) == generation(model.cuda(), backend, **settings)
+
+
+def test_heads_over_two_devices_give_the_tokens_and_rows_of_one(tmp_path: Path) -> None:
+    models = {name: whole_model(name) for name in MODELS}
+    found = two_processes(models, tmp_path)
+    for name, (model, settings) in CASES.items():
+        one = seen(models[model].cuda(), settings)
+        for two in found:
+            check(two[name], one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
