@@ -12,6 +12,7 @@ from latent_santa.eval.errors import EvalError
 
 COMMANDS = {
     "ruler": "accuracy against rows read over retrieval tasks, for dense attention and every setting",
+    "helmet": "the same on HELMET, from a copy of the benchmark, or on JSON KV made offline",
     "longbench": "the same on LongBench v2, from the benchmark's own files",
     "report": "rebuild the tables and pictures of a finished or interrupted run",
     "paper": "which conditions of the paper's tables hold in a run",

@@ -105,7 +105,7 @@ def test_the_command_makes_a_run_that_resumes(folder, tmp_path, monkeypatch, cap
     model = save_random_model(tmp_path / "Qwen2.5-7B-Instruct")
     out = tmp_path / "run"
     command = ["longbench", "--model", str(model), "--data", str(folder), "--length", "256", "--max-new-tokens", "4"]
-    command += ["--budgets", "32", "--parents", "contiguous", "--out", str(out)]
+    command += ["--budgets", "32", "--parents", "contiguous", "--no-plot", "--out", str(out)]
     assert main(command) == 0
     shown = capsys.readouterr()
     assert "LongBench v2 prompts from local files, 1 of them without their middle" in shown.out

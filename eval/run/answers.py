@@ -17,7 +17,6 @@ from latent_santa.eval.errors import EvalError
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_LABELLED = re.compile(r"(answer|label|corresponding value):[^\S\n]*(?:\1:)?(.*)", re.IGNORECASE)
 _RANKING = re.compile(r"\d+(?:\s*>\s*\d+)*")
 _LETTERS = (re.compile(r"(?i:final answer:)\s*[\[(]?([A-D])\b"), re.compile(r"The correct answer is \(?([A-D])\b"))
 
@@ -27,10 +26,10 @@ def normal(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def parsed(answer: str) -> str:
-    """What follows the first answer prefix (which may stand there twice) on its line; without one, the first line."""
-    found = _LABELLED.search(answer)
-    return (found[2] if found else answer.split("\n", 1)[0]).strip()
+def parsed(answer: str, prefix: str = "answer") -> str:
+    """What follows the first "answer:" on its line (it may stand there twice); without one, the first line."""
+    found = re.search(rf"{prefix}:[^\S\n]*(?:{prefix}:)?(.*)", answer, re.IGNORECASE)
+    return (found[1] if found else answer.split("\n", 1)[0]).strip()
 
 
 def _better(one: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
@@ -43,8 +42,8 @@ def _better(one: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], 
 
 
 def exact(answer: str, references: Sequence[str]) -> float:
-    """Whether the parsed line is a reference, both normal."""
-    return float(any(normal(parsed(answer)) == normal(wanted) for wanted in references))
+    """Whether the line after "label:" is a reference, both normal."""
+    return float(any(normal(parsed(answer, "label")) == normal(wanted) for wanted in references))
 
 
 def option(answer: str, references: Sequence[str]) -> float:
