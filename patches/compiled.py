@@ -2,8 +2,8 @@
 
 Around attention a decoding step is hundreds of small kernels. Compiled, those of one part become one or a few. They
 round where PyTorch's own kernels do not, and the other way round: outputs differ by rounding, so this is an option. A
-prefill runs as ever. Routed experts are left out: they are large products already, and which experts are hit differs
-from step to step.
+prefill runs as ever. Which routed experts are hit differs from step to step, which no compiler can use: on a GPU they
+have kernels of their own for few tokens (:mod:`latent_santa.kernels.experts`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .experts import few_token_experts
 from .families.spread import spread_weight
 
 Forward = Callable[..., Any]
@@ -52,11 +53,18 @@ def compile_parts(base: nn.Module, backend: str = "inductor") -> list[tuple[nn.M
         return _made[key]
 
     found: list[tuple[nn.Module, str, Forward]] = []
+    tried = False
     for module in base.modules():
-        if not _part(module) or "forward" in vars(module):  # a forward of its own is somebody else's replacement
+        if "forward" in vars(module):  # a forward of its own is somebody else's replacement
+            continue
+        experts = few_token_experts(module)
+        if experts is not None:
+            found.append((module, "forward", experts))
+        if not _part(module):
             continue
         sizes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters())
-        if not found:
+        if not tried:
+            tried = True
             _try(module, functools.partial(variant, module, sizes))
         found.append((module, "forward", _of_one_token(module, functools.partial(variant, module, sizes))))
     return found

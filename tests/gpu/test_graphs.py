@@ -153,7 +153,7 @@ def test_two_caches_in_turn_and_new_settings_in_between() -> None:
     found: dict[str, Any] = {}
     for graphs in ("off", "on"):
         with latent_santa.patch(model, backend="triton", budget=32, graphs=graphs) as santa, torch.no_grad():
-            caches = [cache_of(model(input_ids=ids + k, use_cache=True, logits_to_keep=1)) for k in (0, 1)]
+            caches = [cache_of(model(input_ids=ids.roll(k, 1), use_cache=True, logits_to_keep=1)) for k in (0, 1)]
             logits = []
             for number in range(24):
                 if number == 12:

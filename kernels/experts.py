@@ -1,0 +1,175 @@
+"""Routed experts for the few tokens of a decoding step: every expert that is hit is read once, in three launches.
+
+A grouped product sorts tokens by expert and starts tiles for all experts; at one to some tens of tokens that takes
+longer than reading the weights. Here a program takes one expert and some of its columns, and multiplies with a tile of
+all tokens, of which those count that are routed to it. Roundings are those of transformers' own experts: products, gate
+and activation are rounded to the weights' dtype, and the weighted sum is formed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latent_santa.integers import ceil_div
+
+from .launch import current
+from .plan import power
+from .support import unavailable, unsupported_dtype
+
+MOST_TOKENS = 64
+
+
+@triton.jit
+def expert_of(index, i_pair, PAIRS: tl.constexpr, PP: tl.constexpr):
+    """The expert of a (token, choice) pair, and whether no earlier pair has it."""
+    i_all = tl.arange(0, PP)
+    b_all = tl.load(index + i_all, mask=i_all < PAIRS, other=-1)  # [PP]
+    i_expert = tl.load(index + i_pair)
+    return i_expert, tl.min(tl.where(b_all == i_expert, i_all, PP), 0) == i_pair
+
+
+@triton.jit
+def tokens_of(index, i_expert, T: tl.constexpr, TB: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr):
+    """Which tokens ``[TB]`` chose the expert, and the pair with which each did."""
+    i_token, i_choice = tl.arange(0, TB), tl.arange(0, TP)
+    i_pair = i_token[:, None] * TOP + i_choice[None, :]  # [TB, TP]
+    m_pair = (i_token < T)[:, None] & (i_choice < TOP)[None, :]
+    m_hit = tl.load(index + i_pair, mask=m_pair, other=-1) == i_expert
+    return tl.sum(m_hit.to(tl.int32), 1) > 0, tl.sum(tl.where(m_hit, i_pair, 0), 1)
+
+
+@triton.jit
+def up_kernel(
+    states, index, weights, hidden, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr,
+    PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr, TP: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (block of F, pair). ``states (T, D)``, ``index (T, TOP)``, ``weights (E, 2 F, D)``: gate over up. Writes
+    ``hidden (PAIRS, F)``, silu(gate) * up."""
+    i_expert, first = expert_of(index, tl.program_id(1), PAIRS, PP)
+    if first:
+        m_token, i_pair = tokens_of(index, i_expert, T, TB, TOP, TP)
+        i_token = tl.arange(0, TB)
+        i_col = tl.program_id(0) * BF + tl.arange(0, BF)  # [BF]
+        i_dim = tl.arange(0, BD)
+        p_gate = weights + i_expert * 2 * F * D + i_col[None, :] * D
+        b_gate = tl.zeros((TB, BF), tl.float32)
+        b_up = tl.zeros((TB, BF), tl.float32)
+        for start in tl.range(0, D, BD, num_stages=STAGES):
+            m_dim = start + i_dim < D
+            m_state = m_token[:, None] & m_dim[None, :]
+            m_weight = m_dim[:, None] & (i_col < F)[None, :]
+            o_dim = (start + i_dim)[:, None]
+            b_state = tl.load(states + i_token[:, None] * D + (start + i_dim)[None, :], mask=m_state, other=0.0)
+            b_gate = tl.dot(b_state, tl.load(p_gate + o_dim, mask=m_weight, other=0.0), b_gate, input_precision="ieee")
+            b_weight = tl.load(p_gate + F * D + o_dim, mask=m_weight, other=0.0)  # [BD, BF]
+            b_up = tl.dot(b_state, b_weight, b_up, input_precision="ieee")
+        dtype: tl.constexpr = hidden.dtype.element_ty
+        b_gate = b_gate.to(dtype).to(tl.float32)
+        b_act = (b_gate / (1 + tl.exp(-b_gate))).to(dtype).to(tl.float32)
+        b_hidden = b_act * b_up.to(dtype).to(tl.float32)
+        m_hidden = m_token[:, None] & (i_col < F)[None, :]
+        tl.store(hidden + i_pair[:, None] * F + i_col[None, :], b_hidden.to(dtype), mask=m_hidden)
+
+
+@triton.jit
+def down_kernel(
+    hidden, index, shares, weights, parts, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr,
+    PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr, TP: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (block of D, pair). ``weights (E, D, F)``; ``shares (T, TOP)`` float32 are the routing weights. Writes
+    ``parts (PAIRS, D)`` float32, each pair's weighted output."""
+    i_expert, first = expert_of(index, tl.program_id(1), PAIRS, PP)
+    if first:
+        m_token, i_pair = tokens_of(index, i_expert, T, TB, TOP, TP)
+        i_col = tl.program_id(0) * BN + tl.arange(0, BN)  # [BN]
+        i_dim = tl.arange(0, BF)
+        p_weight = weights + i_expert * D * F + i_col[None, :] * F
+        b_out = tl.zeros((TB, BN), tl.float32)
+        for start in tl.range(0, F, BF, num_stages=STAGES):
+            m_dim = start + i_dim < F
+            m_hidden = m_token[:, None] & m_dim[None, :]
+            m_weight = m_dim[:, None] & (i_col < D)[None, :]
+            b_hidden = tl.load(hidden + i_pair[:, None] * F + (start + i_dim)[None, :], mask=m_hidden, other=0.0)
+            b_weight = tl.load(p_weight + (start + i_dim)[:, None], mask=m_weight, other=0.0)  # [BF, BN]
+            b_out = tl.dot(b_hidden, b_weight, b_out, input_precision="ieee")
+        b_share = tl.load(shares + i_pair, mask=m_token, other=0.0).to(tl.float32)  # [TB]
+        b_part = b_out.to(hidden.dtype.element_ty).to(tl.float32) * b_share[:, None]
+        m_part = m_token[:, None] & (i_col < D)[None, :]
+        tl.store(parts + i_pair[:, None] * D + i_col[None, :], b_part, mask=m_part)
+
+
+@triton.jit
+def sum_kernel(parts, out, D: tl.constexpr, TOP: tl.constexpr, BD: tl.constexpr):
+    """Program (block of D, token): the token's outputs, added in the order of its choices."""
+    i_token = tl.program_id(1)
+    i_dim = tl.program_id(0) * BD + tl.arange(0, BD)
+    b_out = tl.zeros((BD,), tl.float32)
+    for i_choice in tl.static_range(TOP):
+        b_out += tl.load(parts + (i_token * TOP + i_choice) * D + i_dim, mask=i_dim < D, other=0.0)
+    tl.store(out + i_token * D + i_dim, b_out.to(out.dtype.element_ty), mask=i_dim < D)
+
+
+def reason_not(module: Any) -> str | None:
+    """Why the kernels cannot stand in for an experts module of transformers, or None when they can."""
+    if not all(isinstance(getattr(module, name, None), Tensor) for name in ("gate_up_proj", "down_proj")):
+        return "its weights are no stacked gate_up_proj and down_proj"
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if gate_up.dim() != 3 or not gate_up.is_contiguous() or not down.is_contiguous() or gate_up.dtype != down.dtype:
+        return "its weights do not lie one expert behind the other"
+    if getattr(module, "is_transposed", False):
+        return "its weights are transposed"
+    if getattr(module, "has_bias", False):
+        return "its experts have biases"
+    if getattr(module, "has_post_expert_norm", False):
+        return "its experts end in a norm"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over processes"
+    if type(getattr(module, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
+        return f"its activation is {type(getattr(module, 'act_fn', None)).__name__}, and the kernels have SiLU"
+    own_gate = getattr(type(module), "_apply_gate", None)
+    if own_gate is not None and own_gate.__module__ != "transformers.integrations.moe":
+        return "its experts have a gate of their own"
+    return unavailable(gate_up.device) or unsupported_dtype(gate_up.dtype)
+
+
+def routed_experts(states: Tensor, index: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Sum over a token's chosen experts e of ``share * down_e(silu(gate_e x) * up_e x)``.
+
+    Args:
+        states: ``(T, D)``, at most ``MOST_TOKENS`` tokens.
+        index: ``(T, TOP)`` int64, chosen experts, each below E.
+        shares: ``(T, TOP)``, their routing weights.
+        gate_up: ``(E, 2 F, D)``, in the states' dtype.
+        down: ``(E, D, F)``.
+
+    Returns:
+        ``(T, D)`` in the states' dtype.
+    """
+    (tokens, width), choices, inner = states.shape, index.shape[1], down.shape[2]
+    pairs = tokens * choices
+    hidden = torch.empty(pairs, inner, dtype=states.dtype, device=states.device)
+    parts = torch.empty(pairs, width, dtype=torch.float32, device=states.device)
+    out = torch.empty_like(states)
+    shape = {
+        "D": width, "F": inner, "T": tokens, "TOP": choices, "PAIRS": pairs, "PP": power(pairs),
+        "TB": power(tokens, 16), "TP": power(choices),
+    }  # fmt: skip
+    index, shares, states = index.contiguous(), shares.contiguous(), states.contiguous()
+    with current(states.device):
+        up_kernel[(ceil_div(inner, 16), pairs)](
+            states=states, index=index, weights=gate_up, hidden=hidden, **shape, BF=16, BD=min(256, power(width, 16)),
+            STAGES=3, num_warps=4,
+        )  # fmt: skip
+        down_kernel[(ceil_div(width, 16), pairs)](
+            hidden=hidden, index=index, shares=shares, weights=down, parts=parts, **shape, BN=16,
+            BF=min(256, power(inner, 16)), STAGES=3, num_warps=4,
+        )  # fmt: skip
+        sum_kernel[(ceil_div(width, 512), tokens)](parts=parts, out=out, D=width, TOP=choices, BD=512, num_warps=4)
+    return out
