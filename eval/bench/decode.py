@@ -182,7 +182,7 @@ class Point:
         while len(times) < UNTIMED + LEAST_STEPS or (
             len(times) < UNTIMED + self.plan.steps and sum(times[UNTIMED:]) < TURN_MS
         ):
-            token = self._ids[:, len(times), None]
+            token = self._ids[:, len(times) % self._ids.shape[1], None]
             call = partial(model, input_ids=token, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
             times.append(timed(call, self.device)[1])
         return statistics.median(times[UNTIMED:])

@@ -12,8 +12,10 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from latent_santa.methods import METHODS
 from latent_santa.patches.cache_layer import Snapshot, TeamLayer
 from latent_santa.patches.control import CACHE_NAMES
+from latent_santa.patches.grouping import make_room
 
 SHORT = 2048  # tokens of the prefill whose rows stand in for those of a long one
 SLOW_MS = 5000.0  # preparation from here on is timed at its first run
@@ -24,9 +26,14 @@ class FilledCache:
 
     A turn gets a cache whose layers hold these rows and not copies of them. What a turn writes lies behind the filled
     rows, so turns do not see each other.
+
+    Args:
+        layers: of a cache, filled.
+        free: the most rows that a turn writes.
     """
 
-    def __init__(self, layers: list[TeamLayer]) -> None:
+    def __init__(self, layers: list[TeamLayer], free: int) -> None:
+        self._free = free
         for layer in layers:
             layer.regroup()
         self._plain = [layer.snapshot() for layer in layers]
@@ -70,18 +77,21 @@ class FilledCache:
         Returns:
             Milliseconds that the grouping took when it was made.
         """
-        grouping = santa.config.grouping
-        if grouping not in self._grouped:
-            self._grouped[grouping] = self._prepared(santa)
-        states, milliseconds = self._grouped[grouping]
+        states, milliseconds = self._states(santa)
         for layer, state in zip(cache.layers, states, strict=True):
             layer.rewind(state)
         return milliseconds
 
     def team_bytes(self, santa: Any) -> int:
-        """Memory of the team records under the settings in force, once they are grouped."""
-        states = self._grouped[santa.config.grouping][0]
+        """Memory of the team records under the settings in force."""
+        states, _ = self._states(santa)
         return sum(state.grouped.teams.bytes() for state in states if state.grouped.teams is not None)
+
+    def _states(self, santa: Any) -> tuple[list[Snapshot], float]:
+        key = (santa.config.grouping, santa.graphs.mode)
+        if key not in self._grouped:
+            self._grouped[key] = self._prepared(santa)
+        return self._grouped[key]
 
     def _prepared(self, santa: Any) -> tuple[list[Snapshot], float]:
         cache = self.for_patched()
@@ -90,7 +100,19 @@ class FilledCache:
             for layer, state in zip(cache.layers, self._plain, strict=True):
                 layer.rewind(state)
             times.append(timed(lambda: santa.prepare(cache), self._plain[0].keys.device)[1])
-        return [layer.snapshot() for layer in cache.layers], times[-1]
+        after = METHODS[santa.config.method].regroup_after(santa.config)
+        if santa.graphs.mode == "off" or not 0 < self._free < after or cache.layers[0].grouped.teams is None:
+            return [layer.snapshot() for layer in cache.layers], times[-1]
+        # a capture gives records room for the teams of generated rows: one copy for all caches, as no turn is long
+        # enough to write into it. A snapshot would let every capture make its own
+        for layer in cache.layers:
+            layer.limit = after
+        make_room(cache.layers, santa.config)
+        kept = [
+            Snapshot(layer.keys, layer.values, layer.buffers, layer.grouped, layer.waiting, layer.observed)
+            for layer in cache.layers
+        ]
+        return kept, times[-1]
 
 
 @torch.no_grad()
@@ -107,7 +129,7 @@ def filled_by_prefill(model: Any, ids: torch.Tensor, free: int, repeats: int) ->
     while rows:  # a layer at a time: its rows go once they are copied
         keys, values = rows.pop(0)
         layers.append(_with_room(keys, values, free))
-    return FilledCache(layers), sorted(times[1:])[repeats // 2]
+    return FilledCache(layers, free), sorted(times[1:])[repeats // 2]
 
 
 @torch.no_grad()
@@ -128,7 +150,7 @@ def filled_by_drawing(model: Any, batch: int, context: int, free: int) -> Filled
                 sequence.add_((spread * noise).to(rows.dtype))
             drawn.append(part)
         layers.append(_with_room(drawn[0], drawn[1], free))
-    return FilledCache(layers)
+    return FilledCache(layers, free)
 
 
 def _prefill(model: Any, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
