@@ -94,6 +94,8 @@ def test_the_sentence_names_the_fewest_rows_that_keep_the_score():
         summary(settings[1], n=1)
     )
     assert "first look" not in screen.meaning(summary(settings[1], n=20))
+    no_budget = screen.meaning(summary(setting("magicpig K=10 L=150", None, 96.0, 30.0, 76.8)))
+    assert no_budget.startswith("magicpig K=10 L=150 keeps 96.0 % of dense's score")
     zero = summary(setting("b", 8, None, 20.0, 0.0))
     zero["conditions"][0] = setting("dense (SDPA)", None, None, 100.0, 0.0)
     assert screen.meaning(zero).startswith("Dense attention scores 0")

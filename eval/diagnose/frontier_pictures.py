@@ -30,7 +30,8 @@ def _total(named: dict[str, list[dict[str, Any]]], title: str) -> bytes:
         means = [max(line["error"]["mean"], FLOOR) for line in own]
         axes.errorbar(at, means, yerr=errors, capsize=2, label=name, **_style(number))
         for x, y, line in zip(at, means, own, strict=True):
-            if line["best"] and not any(s == line["S"] and x - a < 3 and y / b > 0.8 for s, a, b in labelled):
+            near = any(s == line["S"] and x - a < 3 and y / b > 0.8 for s, a, b in labelled)
+            if line["best"] and line["S"] and not near:
                 labelled.append((line["S"], x, y))
                 axes.annotate(f"S={line['S']}", (x, y), xytext=(3, -9), textcoords="offset points", fontsize=6)
     axes.set_title(title, fontsize=9)

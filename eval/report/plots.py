@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from latent_santa.eval.report.paper_tables import MEAN
-from latent_santa.eval.report.tables import lines_of
+from latent_santa.eval.report.tables import has_bound, has_bounds, lines_of
 
 _MARKERS = "osD^vPX*<>"
 
@@ -49,15 +49,19 @@ def access_accuracy(summary: dict[str, Any]) -> bytes:
         y = [cell["score"]["value"] for cell, _ in points]
         below = [cell["score"]["value"] - cell["score"]["low"] for cell, _ in points]
         above = [cell["score"]["high"] - cell["score"]["value"] for cell, _ in points]
-        axes.errorbar(
-            x, y, yerr=[below, above], marker=_MARKERS[i % len(_MARKERS)], capsize=3, linewidth=1.3, label=name
-        )
-        for (_, budget), at_x, at_y in zip(points, x, y, strict=True):
-            axes.annotate(f"S={budget}", (at_x, at_y), xytext=(4, -10), textcoords="offset points", fontsize=7)
+        color, marker = f"C{i}", _MARKERS[i % len(_MARKERS)]
+        axes.errorbar(x, y, yerr=[below, above], color=color, marker=marker, capsize=3, linewidth=1.3, label=name)
+        for (cell, budget), at_x, at_y in zip(points, x, y, strict=True):
+            if budget:
+                axes.annotate(f"S={budget}", (at_x, at_y), xytext=(4, -10), textcoords="offset points", fontsize=7)
+            if has_bound(cell):
+                axes.plot((cell["bound"], at_x), (at_y, at_y), color=color, linestyle=":", linewidth=0.8)
+                axes.plot(cell["bound"], at_y, color=color, marker=marker, markerfacecolor="none")
         drawn = True
     if not drawn:
         raise NoPicture("no setting has all of its results yet")
-    axes.set_xlabel("rows read, routing included (% of dense decoding)")
+    bounds = "; hollow: their bound" if has_bounds(summary) else ""
+    axes.set_xlabel(f"rows read, routing included (% of dense decoding{bounds})")
     axes.set_ylabel(f"accuracy (%), {summary['mean']}")
     axes.set_title(
         f"{summary['model']}, {summary['length']} tokens, {summary['n']} prompts per task\n{summary['data']}",

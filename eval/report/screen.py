@@ -74,7 +74,8 @@ def meaning(summary: dict[str, Any]) -> str:
     cell = item["cells"][MEAN]
     kept = "all" if cell["retained"] >= 100 else _percent(cell["retained"])
     access = _percent(cell["access"])
-    told = f"{item['name']} at S={item['S']} keeps {kept} of dense's score and reads {access} of its rows."
+    budget = f" at S={item['S']}" if item["S"] else ""
+    told = f"{item['name']}{budget} keeps {kept} of dense's score and reads {access} of its rows."
     if cell["retained"] < KEPT:
         told = f"No setting keeps {KEPT:.0f} % of dense's score. The best: {told}"
     span, n = cell["difference"], summary["n"]

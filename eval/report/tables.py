@@ -32,10 +32,14 @@ def has_paper_values(summary: dict[str, Any]) -> bool:
     return any(cell["paper"] for entry in summary["conditions"] for cell in entry["cells"].values())
 
 
+def has_bound(cell: dict[str, Any]) -> bool:
+    """Whether a setting read keys of attended rows in a scan: its bound is then not its access without routing."""
+    return cell.get("bound") not in (None, cell["access_without_routing"])
+
+
 def has_bounds(summary: dict[str, Any]) -> bool:
-    """Whether any setting read keys of attended rows in a scan: its bound is then not its access without routing."""
-    every = [cell for entry in summary["conditions"] for cell in entry["cells"].values()]
-    return any(cell.get("bound") not in (None, cell["access_without_routing"]) for cell in every)
+    """Whether any setting of the run has such a bound."""
+    return any(has_bound(cell) for entry in summary["conditions"] for cell in entry["cells"].values())
 
 
 def header(summary: dict[str, Any]) -> list[str]:
