@@ -27,9 +27,12 @@ def quiet(caplog):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_norms_mlps_routers_and_rotary_embeddings_are_parts_and_routed_experts_are_not(name):
-    parts = compiled.compile_parts(tiny_model(name).base_model, "eager")
-    assert {type(module).__name__ for module, _, _ in parts} == PARTS[name]
+def test_norms_mlps_routers_and_rotary_embeddings_are_parts_and_routed_experts_where_kernels_run(name, monkeypatch):
+    for experts in (set(), {"DeepseekV2Experts"} if "experts" in name else set()):
+        reason = None if experts else "no kernels here"
+        monkeypatch.setattr("latent_santa.patches.experts.unavailable", lambda device, reason=reason: reason)
+        parts = compiled.compile_parts(tiny_model(name).base_model, "eager")
+        assert {type(module).__name__ for module, _, _ in parts} == PARTS[name] | experts
 
 
 def test_parts_of_one_size_are_compiled_once_per_batch_size_for_one_token_alone():

@@ -11,19 +11,10 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels canno
 from latent_santa.kernels.experts import MOST_TOKENS, reason_not, routed_experts
 from latent_santa.kernels.support import interpreting
 
+from .expert_cases import case
+
 if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
-
-
-def case(tokens: int, top: int, experts: int, width: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(tokens + width)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
-
-    states = torch.randn(tokens, width, generator=generator).to(dtype)
-    shares, index = torch.rand(tokens, experts, generator=generator).topk(top)
-    return states, index, shares, draw(experts, 2 * inner, width), draw(experts, width, inner)
 
 
 def by_loops(states, index, shares, gate_up, down):  # noqa: ANN001, ANN201
