@@ -19,10 +19,20 @@ from latent_santa.step import DecodeStep, Output, Sampling
 from .attend import attend_kernel
 from .combine import combine_kernel
 from .device import launches_early, processors, shared_memory
-from .plan import Shapes, candidate_blocks, candidates, list_capacity, mask_words, padded_teams, power
+from .plan import (
+    Shapes,
+    candidate_blocks,
+    candidates,
+    list_capacity,
+    mask_words,
+    padded_teams,
+    power,
+    ranked,
+)
 from .pool import pool_kernel
 from .route import route_kernel
 from .select import TEAMS, select_kernel
+from .select_many import select_many_kernel
 from .support import two_stages
 from .together import pool, union_rows
 from .workspace import Workspace, own_scratch
@@ -110,6 +120,7 @@ class Launches:
             shared_memory=shared_memory(device),
             **self._parent_shapes(),
         )
+        self.shapes = self.shapes._replace(teams_per_head=min(sampling.k, self.shapes.places))
         self.everything = not self.two_stage and step.teams.M <= sampling.k
         group, head = step.draw.first
         self.quad = group * GROUP_STRIDE + (0 if sampling.shared else head // 4)
@@ -204,8 +215,14 @@ class Launches:
         )
 
     def _selecting(self, places: int, k: int, block: int, coarse: int) -> dict[str, Any]:
-        """Arguments of a launch that selects K of so many scores."""
-        s, draw = self.shapes, self.step.draw
+        """Arguments of :meth:`_select` that selects K of so many scores."""
+        s, p, draw = self.shapes, self.plan, self.step.draw
+        blocks, warps = padded_teams(places) // block, p.select_warps
+        if ranked(k, blocks):
+            sizes = {"NT": power(blocks), "COARSE": coarse, "NB": candidate_blocks(k), "ROOM": candidates(k)}
+        else:
+            sizes = {"ROOM": power(k), "LANES": min(power(max(blocks, k)), p.select_lanes)}
+            warps = p.select_many_warps
         return {
             "key": draw.key,
             "step": draw.step,
@@ -216,21 +233,23 @@ class Launches:
             "H": s.heads,
             "WORDS": mask_words(s.heads),
             "BLOCK": block,
-            "NT": power(padded_teams(places) // block),
-            "COARSE": coarse,
-            "NB": candidate_blocks(k),
-            "ROOM": candidates(k),
+            **sizes,
             "POOLED": self.sampling.pooled,
             "SHARED": self.sampling.shared,
             "PDL": self.early,
-            **self._options(self.plan.select_warps),
+            **self._options(warps),
         }
+
+    def _select(self, **arguments: Any) -> None:
+        s = self.shapes
+        kernel = select_kernel if "NT" in arguments else select_many_kernel
+        kernel[(s.heads, s.batch * s.groups)](**arguments)
 
     def select(self) -> None:
         """Lines 9-11: find every head's threshold, flag its teams and write their corrections."""
         s, p, b = self.shapes, self.plan, self.buffers
         nothing = b.union
-        select_kernel[(s.heads, s.batch * s.groups)](
+        self._select(
             **self._selecting(s.teams, s.teams_per_head, p.block, p.coarse),
             tops=b.tops,
             noisy=b.noisy,

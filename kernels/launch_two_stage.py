@@ -14,7 +14,7 @@ from .launch import Launches
 from .plan import padded_teams, power, tiles
 from .route import route_kernel
 from .route_listed import route_listed_kernel
-from .select import LISTED, PARENTS, select_kernel
+from .select import LISTED, PARENTS
 
 
 class TwoStageLaunches(Launches):
@@ -74,7 +74,7 @@ class TwoStageLaunches(Launches):
         """Find every head's threshold, flag its parents and write their corrections."""
         s, p, b = self.shapes, self.plan, self.buffers
         nothing = b.union
-        select_kernel[(s.heads, s.batch * s.groups)](
+        self._select(
             **self._selecting(s.parents, s.parents_per_head, p.parent_block, p.parent_coarse),
             tops=b.parent_tops,
             noisy=b.parent_noisy,
@@ -133,7 +133,7 @@ class TwoStageLaunches(Launches):
     def select(self) -> None:
         """Find every head's threshold, flag its teams and write the corrections of both stages."""
         s, p, b = self.shapes, self.plan, self.buffers
-        select_kernel[(s.heads, s.batch * s.groups)](
+        self._select(
             **self._selecting(s.places, s.teams_per_head, p.block, p.coarse),
             tops=b.tops,
             noisy=b.noisy,

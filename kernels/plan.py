@@ -28,7 +28,7 @@ class Shapes(NamedTuple):
         latent: two key parts, of which the first is the value too (MLA).
         split: a float32 query over 16-bit rows is fed in two parts.
         bits: of the routing keys; 16 for the rows' own dtype.
-        teams_per_head: K, or K2 of two stages.
+        teams_per_head: K, or K2 of two stages, at most the number of places.
         most_rows: an upper bound on the prompt rows of a union.
         shared_memory: what one program may use, in bytes.
         parents: C of two stages, 0 in one; ``parents_per_head`` is K1, and ``most_teams`` the most of any one parent.
@@ -86,6 +86,8 @@ class Plan:
     parent_block: int = 8
     parent_coarse: int = 0
     select_warps: int = 4
+    select_many_warps: int = 8
+    select_lanes: int = 4096
     pool_teams: int = 256
     attend_rows: int = 32
     attend_heads: int = 16
@@ -202,6 +204,12 @@ def candidate_blocks(teams_per_head: int) -> int:
 def candidates(teams_per_head: int) -> int:
     """Scores that are ranked, by comparing all with all: more than blocks, as neighbours are often both large."""
     return max(candidate_blocks(teams_per_head), 128)
+
+
+def ranked(k: int, blocks: int) -> bool:
+    """Whether K are selected by comparing all candidates with all (`select.py`): the comparison of 512 takes 17,000
+    cycles, and no program holds more than 8,192 block maxima."""
+    return candidates(k) <= 256 and blocks <= 8192
 
 
 def padded_teams(teams: int) -> int:

@@ -14,7 +14,19 @@ from torch import Tensor
 
 from latent_santa.integers import ceil_div
 
-from .plan import Plan, Shapes, candidate_blocks, candidates, choose, list_capacity, mask_words, padded_teams, tiles
+from .plan import (
+    Plan,
+    Shapes,
+    candidate_blocks,
+    candidates,
+    choose,
+    list_capacity,
+    mask_words,
+    padded_teams,
+    power,
+    ranked,
+    tiles,
+)
 
 # plans kept; prompts of all lengths would otherwise add to them for ever
 MOST_PLANS = 4096
@@ -104,8 +116,8 @@ def race(q: int, h: int, places: int, k: int, block: int) -> Sizes:
         "phi": (torch.float32, (q, h, places)),
         "noisy": (torch.float32, (q, h, places)),
         "tops": (torch.float32, (q, h, places // block)),
-        "blocks": (torch.int32, (q, h, candidate_blocks(k))),
-        "found": (torch.int64, (q, h, candidates(k))),
+        "blocks": (torch.int32, (q, h, candidate_blocks(k) if ranked(k, places // block) else places // block)),
+        "found": (torch.int64, (q, h, candidates(k) if ranked(k, places // block) else power(k))),
         "tau": (torch.float32, (q, h)),
         "kth": (torch.float32, (q, h)),
     }

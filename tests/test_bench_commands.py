@@ -37,7 +37,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--evict -1", "--evict must be at least 0, got -1"),
         ("--layout gqa --head-dim 0", "--head-dim 0: the kernels take 1 to 512 dimensions"),
         ("--layout gqa --head-dim 20 --routing-dtype int4", "20 key dimensions do not divide into groups"),
-        ("--budgets 1600", "--budgets 1600 samples 400 teams per head: the kernels sample at most 340"),
         ("--pooled-budgets 0", "argument --pooled-budgets: '0': give values separated by commas, such as 128,256"),
         ("--context 32K", "argument --context: '32K': give values separated by commas, such as 128,256"),
         ("--workload x.pt --goals", "give one of them"),

@@ -121,7 +121,6 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     """Every combination of budget, estimator, noise, stages and routing representation."""
     from latent_santa.config import SantaConfig
     from latent_santa.eval.bench.measure import Setting
-    from latent_santa.kernels.support import MOST_TEAMS_PER_HEAD
     from latent_santa.step import Sampling
 
     _one_of("--estimators", args.estimators, ("per_head", "pooled"))
@@ -133,7 +132,7 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     settings = []
     for estimator in args.estimators:
         other = estimator == "pooled" and args.pooled_budgets is not None
-        option, budgets = ("--pooled-budgets", args.pooled_budgets) if other else ("--budgets", args.budgets)
+        budgets = args.pooled_budgets if other else args.budgets
         for routing in args.routing_dtypes:
             for budget in budgets:
                 try:
@@ -142,11 +141,6 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
                     )
                 except ValueError as error:
                     raise EvalError(str(error)) from error
-                if config.teams_per_head > MOST_TEAMS_PER_HEAD:
-                    raise EvalError(
-                        f"{option} {budget} samples {config.teams_per_head} teams per head: the kernels sample at most "
-                        f"{MOST_TEAMS_PER_HEAD}"
-                    )
                 settings += [
                     Setting(Sampling(config.teams_per_head, estimator, noise, parents), routing)
                     for noise in args.noise

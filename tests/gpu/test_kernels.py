@@ -88,6 +88,18 @@ def test_budgets(k: int) -> None:
     check(step, k, EXACT)
 
 
+@pytest.mark.parametrize("k", [128, 170, 340, 341, 1024, 2048])
+def test_large_budgets(k: int) -> None:
+    step = make_step(heads=6, lengths=(20000, 6000), dtype=torch.bfloat16, device="cuda", summary="mean", **MLA)
+    check(step, k, EXACT)
+    check(step, k, EXACT, parents=200)
+
+
+def test_a_rotary_part_of_160() -> None:
+    sizes = {**MLA, "dims": (512, 160)}
+    check(make_step(heads=16, lengths=(3000,), dtype=torch.bfloat16, device="cuda", **sizes), 8, EXACT)
+
+
 def test_one_workspace_serves_every_budget() -> None:
     step = make_step(heads=14, lengths=(8000, 5000), dtype=torch.bfloat16, device="cuda", **MLA)
     workspace = Workspace()
