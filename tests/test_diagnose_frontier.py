@@ -100,7 +100,7 @@ def test_best_settings_are_those_that_nothing_beats_in_both():
     diagnostic = Frontier(settings)
     numbers = [result(0.3, 100), result(0.4, 200), result(0.1, 300), result(0.0, 900, full=True)]
     results = {key: {"fwe": [number]} for key, number in zip(diagnostic.keys, numbers, strict=True)}
-    summary = diagnostic.summary(results, {"settings": {"seed": 0}})
+    summary = diagnostic.summary(results, {"seed": 0})
     assert [(line["S"], line["best"]) for line in summary["lines"]] == [
         (16, True),
         (32, False),

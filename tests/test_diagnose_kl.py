@@ -10,7 +10,7 @@ import torch
 
 from latent_santa.config import SantaConfig
 from latent_santa.eval.cli import main
-from latent_santa.eval.diagnose.kl import EXACT, MEAN_KEY, REPRESENTATIVE, Divergence, table
+from latent_santa.eval.diagnose.kl import EXACT, MEAN_KEY, REPRESENTATIVE, Divergence
 from latent_santa.eval.diagnose.paper import paper_value
 
 from .diagnose_cases import LENGTH, recorded
@@ -86,8 +86,8 @@ def test_command_leaves_the_first_call_out(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["diagnose", "kl", "--model", str(model), *words, "--out", str(out)]) == 0
     summary = json.loads((out / "kl.json").read_text())
-    assert summary["mean_calls"] == {"niah_single_1": 1.0, "fwe": 1.0} and len(summary["lines"]) == 10
-    header, lines = table(summary)
+    assert summary["calls_per_prompt"] == {"niah_single_1": 1.0, "fwe": 1.0} and len(summary["lines"]) == 10
+    header, lines = Divergence(SantaConfig(method="dense")).tables(summary)[""]
     assert header == ["Partition", "routed by", "niah_single_1", "fwe"]
     text = (out / "kl.md").read_text()
     assert all("| " + " | ".join(line) + " |" in text for line in lines)

@@ -49,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
     asked = [condition for condition in options.conditions(args, base) if condition.method != "dense"]
     if not asked:
         raise EvalError("--methods dense: it has no error; give another method")
-    from latent_santa.eval.diagnose.frontier import HEADER, NOTES, Frontier, cells
+    from latent_santa.eval.diagnose.frontier import Frontier
 
-    summary = diagnosing.run(args, Frontier(asked), spec, base)
-    diagnosing.show(HEADER, list(map(cells, summary["lines"])), NOTES)
-    return 0
+    return diagnosing.run(args, Frontier(asked), spec, base)

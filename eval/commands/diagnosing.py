@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.commands import options
@@ -72,19 +71,6 @@ def start(args: argparse.Namespace, defaults: Defaults) -> tuple[ModelSpec, Sant
     return spec, options.base_config(args, spec)
 
 
-def show(header: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
-    """Print a table and how to read it."""
-    from latent_santa.eval.report.tables import output_console, plain_table
-
-    console = output_console()
-    shown = plain_table("", header)
-    for line in lines:
-        shown.add_row(*line)
-    console.print(shown)
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
-
-
 def fill(args: argparse.Namespace, defaults: Defaults) -> None:
     """Give options their default for the model. Raises EvalError for numbers that make no sense."""
     for name, value in defaults[args.model == "builtin:tiny"].items():
@@ -93,8 +79,8 @@ def fill(args: argparse.Namespace, defaults: Defaults) -> None:
     options.at_least(args, length=1, n=1, calls=1, data_seed=0)
 
 
-def run(args: argparse.Namespace, diagnostic: Diagnostic, spec: ModelSpec, base: SantaConfig) -> dict[str, Any]:
-    """Check everything, measure what is missing, and write JSON, Markdown and pictures; returns the summary."""
+def run(args: argparse.Namespace, diagnostic: Diagnostic, spec: ModelSpec, base: SantaConfig) -> int:
+    """Check everything, measure what is missing, write JSON, Markdown and pictures, and show the table."""
     import json
     from pathlib import Path
 
@@ -102,7 +88,7 @@ def run(args: argparse.Namespace, diagnostic: Diagnostic, spec: ModelSpec, base:
 
     from latent_santa.eval.diagnose import prompts as prompts_of
     from latent_santa.eval.diagnose.folder import Folder
-    from latent_santa.eval.diagnose.work import gathered, measure
+    from latent_santa.eval.diagnose.work import markdown, measure, summarise
     from latent_santa.eval.report.plots import NoPicture
     from latent_santa.eval.run import models
     from latent_santa.eval.run.locks import run_lock
@@ -115,7 +101,7 @@ def run(args: argparse.Namespace, diagnostic: Diagnostic, spec: ModelSpec, base:
     models.check_supported(spec, config)
     tokenizer = models.load_tokenizer(spec)
     prompts, about = _prompts(args, spec, config, tokenizer)
-    prompts_of.check_room(prompts, args.calls, config, spec)
+    prompts_of.check_room(prompts, args.calls, diagnostic.least_rows, config, spec)
     settings = {
         "model": spec.name,
         "weights": models.identity(spec, config),
@@ -134,15 +120,29 @@ def run(args: argparse.Namespace, diagnostic: Diagnostic, spec: ModelSpec, base:
         except KeyboardInterrupt as stop:
             told = f"results up to here are kept in {folder.directory}; the same command continues them"
             raise KeyboardInterrupt(told) from stop
-        summary = diagnostic.summary(gathered(diagnostic, folder, prompts), folder.manifest)
+        summary = summarise(diagnostic, folder, prompts)
         folder.write(".json", json.dumps(summary, indent=1) + "\n")
-        folder.write(".md", diagnostic.markdown(summary))
+        folder.write(".md", markdown(diagnostic, summary))
         try:
             for end, content in diagnostic.pictures(summary).items() if args.plot else ():
                 folder.write(end, content)
         except NoPicture as reason:
             print(f"note: no picture: {reason}", file=sys.stderr)
-    return summary
+    _show(diagnostic, summary)
+    print(f"Files: {folder.directory}/{diagnostic.name}.*")
+    return 0
+
+
+def _show(diagnostic: Diagnostic, summary: dict[str, Any]) -> None:
+    from latent_santa.eval.report.tables import output_console, plain_table
+
+    header, lines = next(iter(diagnostic.tables(summary).values()))
+    console, shown = output_console(), plain_table("", header)
+    for line in lines:
+        shown.add_row(*line)
+    console.print(shown)
+    for note in diagnostic.notes:
+        console.print(note, markup=False, highlight=False)
 
 
 def _prompts(args: argparse.Namespace, spec: ModelSpec, config: Any, tokenizer: Any) -> tuple[Any, dict[str, Any]]:

@@ -11,7 +11,6 @@ from statistics import fmean as mean
 from typing import TYPE_CHECKING, Any
 
 from latent_santa.config import SantaConfig
-from latent_santa.eval.report.tables import markdown_table
 from latent_santa.eval.run.conditions import label, name, running_order, swept
 
 from .frontier_pictures import error_against_rows
@@ -20,6 +19,8 @@ from .intervals import over_prompts, shown
 if TYPE_CHECKING:
     from latent_santa.patches import SantaHandle
     from latent_santa.patches.recorded import Recorded
+
+    from .work import Results, Table
 
 COUNTS = ("routing_read", "row_read", "numerator", "denominator")
 NOTES = (
@@ -36,6 +37,9 @@ class Frontier:
     """The diagnostic: one key per setting."""
 
     name = "frontier"
+    title = "Attention error against rows read"
+    notes = NOTES
+    least_rows = 1
 
     def __init__(self, conditions: Sequence[SantaConfig]) -> None:
         self._conditions = {label(condition): condition for condition in running_order(conditions)}
@@ -58,17 +62,15 @@ class Frontier:
             "full": santa.full_calls == recorded.calls,
         }
 
-    def summary(self, results: dict[str, dict[str, list[dict[str, Any]]]], manifest: dict[str, Any]) -> dict[str, Any]:
+    def summary(self, results: Results, settings: dict[str, Any]) -> dict[str, Any]:
         """Every setting in total and by layer, fewest rows first."""
-        seed = manifest["settings"]["seed"]
+        seed = settings["seed"]
         lines = [self._line(self._conditions[key], tasks, seed) for key, tasks in results.items()]
         lines.sort(key=lambda line: line["kv"])
         for line in lines:
             line["best"] = not line["full"] and not any(_beats(other, line) for other in lines)
-        first = next(iter(results.values()))
-        calls = [len(prompt["tokens"]) for prompts in first.values() for prompt in prompts]
-        about = {"prompts": {task: len(prompts) for task, prompts in first.items()}, "calls": sum(calls)}
-        return {**manifest, **about, "lines": lines}
+        calls = sum(len(prompt["tokens"]) for prompts in next(iter(results.values())).values() for prompt in prompts)
+        return {"calls": calls, "lines": lines}
 
     def _line(self, config: SantaConfig, tasks: dict[str, list[dict[str, Any]]], seed: int) -> dict[str, Any]:
         prompts = [prompt for own in tasks.values() for prompt in own]
@@ -93,25 +95,18 @@ class Frontier:
             ],
         }
 
-    def markdown(self, summary: dict[str, Any]) -> str:
+    def tables(self, summary: dict[str, Any]) -> dict[str, Table]:
         """The total, then each setting's range over layers."""
-        settings = summary["settings"]
-        prompts = ", ".join(f"{n} of {task}" for task, n in summary["prompts"].items())
-        parts = [
-            f"# Attention error against rows read: {settings['model']}\n\n"
-            f"Prompts: {prompts}, {settings['data']}; {summary['calls']} dense calls in all.\n\n",
-            markdown_table(HEADER, [cells(line) for line in summary["lines"]]),
-            "\n## By layer\n\nThe layers of least, median and greatest error; all are in frontier.json.\n\n",
-            markdown_table(("Setting", "S", "least", "median", "greatest"), list(map(_layers, summary["lines"]))),
-            "\n## Notes\n\n",
-            *(f"- {note}\n" for note in NOTES),
-        ]
-        return "".join(parts)
+        lines = summary["lines"]
+        by_layer = ("Setting", "S", "least", "median", "greatest")
+        heading = "By layer: where the error is least, median and greatest (all layers: frontier.json)"
+        return {"": (HEADER, list(map(cells, lines))), heading: (by_layer, list(map(_layers, lines)))}
 
     def pictures(self, summary: dict[str, Any]) -> dict[str, bytes]:
         """The total, and a panel per layer."""
-        title = f"{summary['settings']['model']}, {summary['calls']} dense calls of {sum(summary['prompts'].values())}"
-        return error_against_rows(summary["lines"], f"{title} prompts")
+        prompts = sum(summary["prompts_per_task"].values())
+        title = f"{summary['settings']['model']}, {summary['calls']} dense calls of {prompts} prompts"
+        return error_against_rows(summary["lines"], title)
 
 
 HEADER = ("Setting", "S", "KV (%)", "routing (%)", "error", "")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from latent_santa.config import SantaConfig
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.report.tables import markdown_table
 from latent_santa.rows import Rows, scores
 from latent_santa.teams import Teams, build_centroids
 
@@ -27,6 +26,8 @@ from .pictures import bars
 if TYPE_CHECKING:
     from latent_santa.patches import SantaHandle
     from latent_santa.patches.recorded import Recorded
+
+    from .work import Results, Table
 
 REPRESENTATIVE, MEAN_KEY, EXACT = "representative", "mean key", "exact mass"
 # what the paper's Table 1 calls a partition with a routing key
@@ -92,6 +93,9 @@ class Divergence:
     """The diagnostic: one key per partition."""
 
     name = "kl"
+    title = "KL of routing from dense attention"
+    notes = NOTES
+    least_rows = 16
 
     def __init__(self, base: SantaConfig) -> None:
         self._partitions = partitions(base)
@@ -122,9 +126,8 @@ class Divergence:
                 found.setdefault(name, []).append(total.item() / (recorded.calls - 1))
         return {"layers": found}
 
-    def summary(self, results: dict[str, dict[str, list[dict[str, Any]]]], manifest: dict[str, Any]) -> dict[str, Any]:
+    def summary(self, results: Results, settings: dict[str, Any]) -> dict[str, Any]:
         """One line per partition and routing key: each task's mean, its interval, its layers, and the paper's value."""
-        settings = manifest["settings"]
         lines = []
         for partition, tasks in results.items():
             for key in (REPRESENTATIVE, MEAN_KEY, EXACT):
@@ -145,23 +148,27 @@ class Divergence:
         if not lines:
             raise EvalError("every answer ended with its first token, so there is no decoding call to look at")
         first = next(iter(results.values()))
-        steps = {task: fmean(len(p["tokens"]) - 1 for p in prompts) for task, prompts in first.items()}
-        counts = {task: sum(len(p["tokens"]) > 1 for p in prompts) for task, prompts in first.items()}
-        return {**manifest, "prompts_measured": counts, "mean_calls": steps, "lines": lines}
+        calls = {task: fmean(len(prompt["tokens"]) - 1 for prompt in prompts) for task, prompts in first.items()}
+        return {"calls_per_prompt": calls, "lines": lines}
 
-    def markdown(self, summary: dict[str, Any]) -> str:
-        """A table with a column per task, and the paper's column beside it where it has one."""
-        prompts = ", ".join(
-            f"{n} of {task} ({summary['mean_calls'][task]:.1f} calls)"
-            for task, n in summary["prompts_measured"].items()
-        )
-        return (
-            f"# KL of routing from dense attention: {summary['settings']['model']}\n\n"
-            f"Prompts: {prompts}; {summary['settings']['data']}.\n\n"
-            + markdown_table(*table(summary))
-            + "\n## Notes\n\n"
-            + "".join(f"- {note}\n" for note in NOTES)
-        )
+    def tables(self, summary: dict[str, Any]) -> dict[str, Table]:
+        """A column per task, and the paper's beside it where it has one."""
+        tasks, cells = list(summary["calls_per_prompt"]), [line["tasks"] for line in summary["lines"]]
+        with_paper = [task for task in tasks if any(task in own and own[task]["paper"] for own in cells)]
+        header = ["Partition", "routed by"]
+        for task in tasks:
+            header += [task, *(["paper"] if task in with_paper else [])]
+        body = []
+        for line in summary["lines"]:
+            texts = [line["partition"], line["key"]]
+            for task in tasks:
+                cell = line["tasks"].get(task)
+                texts.append(shown(cell["kl"]) if cell else "-")
+                if task in with_paper:
+                    texts.append((cell and cell["paper"]) or "-")
+            body.append(texts)
+        calls = [[task, f"{number:.2f}"] for task, number in summary["calls_per_prompt"].items()]
+        return {"": (header, body), "Decoding calls per prompt": (["Task", "calls"], calls)}
 
     def pictures(self, summary: dict[str, Any]) -> dict[str, bytes]:
         """Bars per task."""
@@ -170,24 +177,3 @@ class Divergence:
             for line in summary["lines"]
         }
         return {".png": bars(heights, "KL(p || q) in nats", f"{summary['settings']['model']}: routing against dense")}
-
-
-def table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines."""
-    tasks = list(summary["prompts_measured"])
-    with_paper = [
-        t for t in tasks if any(t in line["tasks"] and line["tasks"][t]["paper"] for line in summary["lines"])
-    ]
-    header = ["Partition", "routed by"]
-    for task in tasks:
-        header += [task, *(["paper"] if task in with_paper else [])]
-    body = []
-    for line in summary["lines"]:
-        texts = [line["partition"], line["key"]]
-        for task in tasks:
-            cell = line["tasks"].get(task)
-            texts.append(shown(cell["kl"]) if cell else "-")
-            if task in with_paper:
-                texts.append((cell and cell["paper"]) or "-")
-        body.append(texts)
-    return header, body

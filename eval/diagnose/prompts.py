@@ -52,12 +52,14 @@ def from_source(request: Request, renderer: Renderer, tiny: bool, limit: int | N
     return found
 
 
-def check_room(prompts: Sequence[DiagnosticPrompt], calls: int, config: Any, spec: ModelSpec) -> None:
-    """See that every prompt and what is generated behind it fits the model's positions and the memory.
+def check_room(prompts: Sequence[DiagnosticPrompt], calls: int, least_rows: int, config: Any, spec: ModelSpec) -> None:
+    """See that every prompt has enough rows, and with what is generated behind it fits the model and the memory.
 
     A recording keeps a copy of the cache beside the prefill's. Raises EvalError.
     """
     for prompt in prompts:
+        if len(prompt.ids) < least_rows:
+            raise EvalError(f"{prompt.name} has {len(prompt.ids):,} tokens, and at least {least_rows:,} are needed")
         asked = f"{prompt.name} with {len(prompt.ids):,} tokens and --calls {calls}"
         rows = len(prompt.ids) + calls
         sizes.check_positions(context_limit(config), rows, asked, spec.name)

@@ -11,6 +11,7 @@ from rich.console import Console
 import latent_santa
 from latent_santa.config import SantaConfig
 from latent_santa.eval.errors import EvalError
+from latent_santa.eval.report.tables import markdown_table
 from latent_santa.eval.run.generation import make_greedy, sequence_key
 from latent_santa.eval.run.models import ModelSpec, load
 from latent_santa.eval.run.progress import Progress
@@ -23,27 +24,39 @@ if TYPE_CHECKING:
     from latent_santa.patches.recorded import Recorded
 
 
+# header and lines, all texts
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+# by key, then by task: a result per prompt
+Results = dict[str, dict[str, list[dict[str, Any]]]]
+
+
 class Diagnostic(Protocol):
     """One kind of measurement on recorded prompts.
 
     Attributes:
         name: of its files.
+        title: of its page.
+        notes: how to read it.
         keys: what is measured on each prompt, one result each; in the order that shares most work.
+        least_rows: fewest rows of a prompt that it can look at.
     """
 
     name: str
+    title: str
+    notes: Sequence[str]
     keys: Sequence[str]
+    least_rows: int
 
     def measure(self, santa: SantaHandle, recorded: Recorded, key: str) -> dict[str, Any]:
         """One result, as plain numbers."""
 
-    def summary(self, results: dict[str, dict[str, list[dict[str, Any]]]], manifest: dict[str, Any]) -> dict[str, Any]:
-        """What the tables and pictures show, ready for JSON; ``results`` by key and task, a list of prompts each."""
+    def summary(self, results: Results, settings: dict[str, Any]) -> dict[str, Any]:
+        """What tables and pictures show, ready for JSON."""
 
-    def markdown(self, summary: dict[str, Any]) -> str:
-        """The tables as Markdown."""
+    def tables(self, summary: dict[str, Any]) -> dict[str, Table]:
+        """The tables by heading; the first one, which needs none, is also shown on the screen."""
 
-    def pictures(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def pictures(self, summary: dict[str, Any]) -> dict[str, bytes]:
         """Pictures, by the end of their file names, such as ".png"."""
 
 
@@ -93,13 +106,23 @@ def measure(
         bar.end_stage()
 
 
-def gathered(
-    diagnostic: Diagnostic, folder: Folder, prompts: Sequence[DiagnosticPrompt]
-) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The results of these prompts: by key, then by task, prompts in order."""
-    done = folder.results()
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+def summarise(diagnostic: Diagnostic, folder: Folder, prompts: Sequence[DiagnosticPrompt]) -> dict[str, Any]:
+    """The summary of these prompts' results, with the run's settings; all of them are in the folder."""
+    done, results = folder.results(), Results()
     for key in diagnostic.keys:
         for prompt in prompts:
-            found.setdefault(key, {}).setdefault(prompt.task, []).append(done[prompt.name, key])
-    return found
+            results.setdefault(key, {}).setdefault(prompt.task, []).append(done[prompt.name, key])
+    counts = {task: len(own) for task, own in next(iter(results.values())).items()}
+    manifest = folder.manifest
+    return {**manifest, "prompts_per_task": counts, **diagnostic.summary(results, manifest["settings"])}
+
+
+def markdown(diagnostic: Diagnostic, summary: dict[str, Any]) -> str:
+    """The page: prompts, tables and notes."""
+    settings = summary["settings"]
+    prompts = ", ".join(f"{count} of {task}" for task, count in summary["prompts_per_task"].items())
+    length = f" at {settings['length']} tokens" if "length" in settings else ""
+    parts = [f"# {diagnostic.title}: {settings['model']}\n\nPrompts: {prompts}; {settings['data']}{length}.\n"]
+    for heading, (header, lines) in diagnostic.tables(summary).items():
+        parts.append((f"\n## {heading}\n" if heading else "") + "\n" + markdown_table(header, lines))
+    return "".join([*parts, "\n## Notes\n\n", *(f"- {note}\n" for note in diagnostic.notes)])
