@@ -282,6 +282,17 @@ def test_two_caches_in_turn_each_keep_their_own() -> None:
     assert found["on"][1] == found["off"][1]
 
 
+def test_another_patch_captures_a_cache_anew() -> None:
+    """It may compile what the first one did not, or patch in another way."""
+    model = tiny_model("qwen2")
+    cache = filled(model)
+    for _ in range(2):
+        with latent_santa.patch(model, graphs="on", **SMALL) as santa:
+            for _ in range(3):
+                step(model, cache)
+            assert (santa.graphs.captured, santa.graphs.replayed) == (1, 2)
+
+
 def test_a_captured_step_goes_with_its_cache_and_is_not_copied() -> None:
     model = tiny_model("deepseek_v2")
     with latent_santa.patch(model, graphs="on", **SMALL):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Conditions(NamedTuple):
     """What a captured step took from the host, apart from the cache: another value needs another capture."""
 
+    patch: Any
     config: SantaConfig
     model: Any
     arguments: tuple[tuple[str, Any], ...]

@@ -112,7 +112,8 @@ class StepGraphs:
             for name, value in given.items()
             if not isinstance(value, Cache)
         )
-        return Conditions(self.control.config, self._look.state(self.control.base), arguments)
+        # a cache may outlive its patch, and the next one may compile what this one did not
+        return Conditions(self, self.control.config, self._look.state(self.control.base), arguments)
 
     def _pays(self, call: ModelCall) -> bool:
         """Whether as many steps follow as a capture costs: so many were asked for, or so many were made already."""
