@@ -33,7 +33,7 @@ _LITERALS: dict[str, Any] = {
     "first_token": FirstToken,
 }
 POSITIVE = ("parent_size", "representatives", "budget", "parents_per_head", "hash_bits", "hash_tables")
-NON_NEGATIVE = ("seed", "kmeans_seed")
+NON_NEGATIVE = ("exact_first", "exact_last", "seed", "kmeans_seed")
 
 
 # named settings, as changes of the defaults
@@ -73,6 +73,8 @@ class SantaConfig:
         parents_per_head: K1 of two stages, parents that each head samples first; K of Equation 5 is then K2.
         parent_summary: what stands for a parent in the first stage: its ``"mean"`` key, or also its keys' spread around
             it, equal in all dimensions (``"isotropic"``, one number more) or not (``"diagonal"``, one vector more).
+        exact_first: first rows of a sequence that stay out of teams and are attended exactly; 0 in the paper.
+        exact_last: last rows of a prompt, and of each further turn, likewise; 0 in the paper.
         draws: how ``"santa"`` draws its S rows: ``"independent"``, or ``"systematic"`` from one uniform per head.
         hash_bits, hash_tables: K bits in each of L tables, by which ``"magicpig"`` samples rows.
         seed: base seed of the sampling noise, below 2**64.
@@ -103,6 +105,8 @@ class SantaConfig:
     routing: Routing = "one_stage"
     parents_per_head: int = 64
     parent_summary: ParentSummary = "mean"
+    exact_first: int = 0
+    exact_last: int = 0
     draws: Draws = "independent"
     hash_bits: int = 10
     hash_tables: int = 150
@@ -131,7 +135,14 @@ class SantaConfig:
         if self.kmeans_seed >= 2**32:
             raise ValueError(f"kmeans_seed={self.kmeans_seed}: must be below 2**32 (scikit-learn's range)")
         self._check_regrouping()
-        METHODS[self.method].check(self)
+        method = METHODS[self.method]
+        method.check(self)
+        most = method.regroup_after(self)
+        if most and self.exact_last >= most and "exact_last" in method.settings:
+            raise ValueError(
+                f"exact_last={self.exact_last}: must be less than the {most} rows that the exact suffix holds before "
+                "its oldest are grouped (regroup_after): use fewer, or a larger regroup_after"
+            )
 
     def _check_regrouping(self) -> None:
         after = self.regroup_after

@@ -56,7 +56,7 @@ def kmeans_parents(points: list[Tensor], member: Tensor, parent_size: int, seed:
     """
     counts = member.sum(-1)
     lengths = counts.tolist()
-    longest = max(lengths)
+    longest = max(*lengths, 1)
     # real rows first, so that a padded sequence is the same clustering problem as alone
     order = torch.argsort((~member).to(torch.int8), dim=-1, stable=True)[:, :longest]
     labels: list[Tensor] = [torch.empty(0)] * len(points)

@@ -16,7 +16,8 @@ class Partition:
 
     def __init__(self, parents: Tensor, bound: int | None = None) -> None:
         self.member, self._waits = parents >= 0, bound is None
-        width = bound if bound is not None else int(parents.max()) + 1 if parents.numel() else 0
+        # where no row has a group, one stands in
+        width = bound if bound is not None else max(int(parents.max()) + 1, 1) if parents.numel() else 0
         offset = torch.arange(parents.shape[0], device=parents.device)[:, None] * width
         self.slots = parents.shape[0] * width
         self.slot = torch.where(self.member, parents + offset, self.slots)  # one dump slot for rows without a parent

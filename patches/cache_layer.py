@@ -40,9 +40,10 @@ class Grouped:
     Attributes:
         teams: records of all grouped rows, or None when nothing is grouped.
         stop: rows below it are grouped, padding or listed in ``exact``; rows from it on are the open suffix.
-        exact: earlier suffix spans, between the prompts of several turns.
+        exact: spans of rows in no team: between the prompts of several turns, and a sequence's first ones.
         grouping: the settings that the teams were built under (:attr:`SantaConfig.grouping`).
         seen: ``(B, stop)`` bool, the padding mask that the rows were grouped under, or None when all were real.
+        mixed: whether some sequence has a row of ``exact`` in a team: padding moves first rows apart.
     """
 
     teams: Teams | None = None
@@ -50,6 +51,22 @@ class Grouped:
     exact: tuple[tuple[int, int], ...] = ()
     grouping: tuple[Any, ...] | None = None
     seen: Tensor | None = None
+    mixed: bool = False
+
+    def attended(self, index: Tensor, visible: Tensor | None) -> Tensor | None:
+        """Which of the suffix rows ``index (E,)`` each sequence attends exactly: ``(B, E)`` bool, or None for all.
+
+        Args:
+            visible: ``(B, L)`` bool over all rows, False for padding, or None when all are real.
+        """
+        if visible is None:
+            return None
+        if not self.mixed:
+            return visible[:, index]
+        assert self.teams is not None
+        owner = self.teams.team_of_row[:, 0]
+        teamless = owner[:, index.clamp_max(owner.shape[1] - 1)] < 0
+        return visible[:, index] & (teamless | (index >= owner.shape[1]))
 
     def hides(self, visible: Tensor | None) -> bool:
         """Whether ``visible (B, L)``, a later call's mask, shows grouped rows otherwise than when they were grouped.
@@ -245,7 +262,7 @@ class TeamLayer(DynamicLayer):
         index = self.suffix_rows(self.get_seq_length())
         open_rows = max(self.open_rows, 0)
         room = index.numel() - open_rows + (self.limit or open_rows + self.room - self.get_seq_length())
-        return Suffix(index, None if visible is None else visible[:, index], room)
+        return Suffix(index, self.grouped.attended(index, visible), room)
 
     def suffix_rows(self, stop: int) -> Tensor:
         """``(E,)`` int64, the rows below ``stop`` that are in no team."""

@@ -30,7 +30,8 @@ def group_waiting(
     """Group the rows that wait in each layer, and drop teams that other settings made.
 
     Layers of one device are clustered together, so that the k-means engine sees large batches. Layers without rows (an
-    early exit leaves them out) have nothing to group.
+    early exit leaves them out) have nothing to group. Rows that the settings keep exact stay out of the teams; the
+    first grouping of a cache covers one row at least.
 
     Args:
         layers, adapters: of every attention layer, in order.
@@ -45,20 +46,34 @@ def group_waiting(
         if layer.waiting is not None and layer.get_seq_length():
             jobs.setdefault((layer.keys.device, layer.waiting), []).append(number)
     method = METHODS[config.method]
-    for (_, (start, stop)), numbers in jobs.items():
+    first, last = (getattr(config, name) if name in method.settings else 0 for name in ("exact_first", "exact_last"))
+    for (_, (start, end)), numbers in jobs.items():
         waiting, theirs = [layers[n] for n in numbers], [adapters[n] for n in numbers]
+        stop = end - last
+        if stop <= start:
+            if waiting[0].grouped.teams is not None:  # a short turn stays in the suffix
+                for layer in waiting:
+                    layer.waiting = None
+                continue
+            stop = start + 1
         seen = None if visible is None else visible[:, :stop]
+        new = Grouped(None, stop, (), grouping, seen)
         if method.window:
             _, rows, member = _span(waiting, theirs, visible, 0, stop)
             member = member & (torch.arange(stop, device=member.device) >= start)
             queries = [_queries(layers[n], adapters[n], start, stop, visible, method) for n in numbers]
             records: Iterable[Teams | None] = method.build_by_queries(queries, rows, member, config)
         else:
-            records = method.build(*_span(waiting, theirs, visible, start, stop), config)
+            points, rows, member = _span(waiting, theirs, visible, start, stop)
+            early = member & _early(visible, member, start, first)
+            member = member & ~early
+            spans, mixed = _apart(early, member, start)
+            new = replace(new, exact=spans, mixed=mixed)
+            records = method.build(points, rows, member, config)
         for n, teams in zip(numbers, records, strict=True):
             if teams is not None:
                 teams = _agreed(teams, adapters[n])
-            layers[n].grouped = _extended(layers[n].grouped, teams, start, stop, seen, config)
+            layers[n].grouped = _extended(layers[n].grouped, new, teams, start, config)
             layers[n].waiting = None
 
 
@@ -174,16 +189,30 @@ def _agreed(teams: Teams, adapter: Adapter) -> Teams:
     return adapter.peers.firsts(teams, teams.sizes.device)
 
 
-def _extended(
-    old: Grouped, teams: Teams | None, start: int, stop: int, seen: Tensor | None, config: SantaConfig
-) -> Grouped:
-    """The old records with one more grouped span; rows between the two stay an exact span."""
+def _early(visible: Tensor | None, member: Tensor, start: int, first: int) -> Tensor:
+    """Which rows of the span of ``member (B, n)`` are no later than the ``first`` real ones of their sequences."""
+    if visible is None:
+        return torch.arange(start, start + member.shape[1], device=member.device) < first
+    stop = start + member.shape[1]
+    return visible[:, :stop].to(member.device).cumsum(1)[:, start:] <= first
+
+
+def _apart(exact: Tensor, member: Tensor, start: int) -> tuple[tuple[tuple[int, int], ...], bool]:
+    """Spans of the rows ``exact (B, n)`` of any sequence, from ``start`` on; whether another has members there."""
+    any_exact = exact.any(0)
+    edges = torch.nn.functional.pad(any_exact.int(), (1, 1)).diff().nonzero()[:, 0] + start
+    places = edges.tolist()
+    return tuple(zip(places[::2], places[1::2], strict=True)), bool((member & any_exact).any())
+
+
+def _extended(old: Grouped, new: Grouped, teams: Teams | None, start: int, config: SantaConfig) -> Grouped:
+    """The old records with a new span, which ``teams`` were made of; rows between the two stay an exact span."""
     between = ((old.stop, start),) if start > old.stop else ()
     if teams is not None:
-        teams = _coded(teams, old.teams, config).behind(stop - teams.length)
+        teams = _coded(teams, old.teams, config).behind(new.stop - teams.length)
         if old.teams is not None:
             teams = join_teams(old.teams, teams)
-    return Grouped(teams, stop, (*old.exact, *between), config.grouping, seen)
+    return replace(new, teams=teams, exact=(*old.exact, *between, *new.exact), mixed=old.mixed or new.mixed)
 
 
 def _coded(teams: Teams, earlier: Teams | None, config: SantaConfig) -> Teams:

@@ -90,6 +90,8 @@ def _described(config: SantaConfig) -> str:
         parts.append(config.estimator)
     if used.get("routing") == "two_stage":
         parts.append(f"two-stage routing (K1={config.parents_per_head}, {config.parent_summary})")
+    if used.get("exact_first") or used.get("exact_last"):
+        parts.append(f"first {config.exact_first} and last {config.exact_last} rows exact")
     if "noise" in used:
         parts.append(f"{config.noise} noise")
     return ", ".join(parts)

@@ -132,12 +132,14 @@ OTHER = {
     "noise": "shared", "seed": 5, "kmeans_seed": 6, "kmeans_engine": "torch", "backend": "torch",
     "routing_dtype": "int4", "draws": "systematic", "hash_bits": 9, "hash_tables": 75, "regroup_after": 0,
     "routing": "two_stage", "parents_per_head": 3, "parent_summary": "diagonal",
+    "exact_first": 2, "exact_last": 7,
     "first_token": "dense",
 }  # fmt: skip
+TEAMS = {"parents", "parent_size", "exact_first", "exact_last", "routing_dtype"}
 SHAPES_TEAMS = [
-    ({}, {"parents", "parent_size", "representatives", "kmeans_seed", "kmeans_engine", "routing_dtype", "routing"}),
-    ({"parents": "contiguous"}, {"parents", "parent_size", "representatives", "routing_dtype", "routing"}),
-    ({"method": "centroid"}, {"parents", "parent_size", "kmeans_seed", "kmeans_engine", "routing_dtype"}),
+    ({}, {*TEAMS, "representatives", "kmeans_seed", "kmeans_engine", "routing"}),
+    ({"parents": "contiguous"}, {*TEAMS, "representatives", "routing"}),
+    ({"method": "centroid"}, {*TEAMS, "kmeans_seed", "kmeans_engine"}),
     ({"method": "santa"}, set()),
     ({"method": "magicpig"}, {"hash_bits", "hash_tables", "seed"}),
     ({"method": "dense"}, set()),

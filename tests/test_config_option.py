@@ -33,6 +33,7 @@ def parsed(*words: str) -> argparse.Namespace:
         {"noise": "shared", "backend": "torch", "kmeans_engine": "torch", "kmeans_seed": 3},
         {"method": "santa", "budget": 20, "draws": "systematic"},
         {"method": "magicpig", "hash_bits": 8, "hash_tables": 75, "seed": 2},
+        {"exact_first": 4, "exact_last": 32},
         {"method": "dense"},
     ],
 )

@@ -352,6 +352,15 @@ def test_conditions_expand_check_and_name_themselves():
         "santapp_contiguous_16-4_pooled_s128",
         "santapp_contiguous_16-4_pooled_shared_noise_s128",
     ]
+    kept = [{"exact_first": 0, "exact_last": 0}, {"exact_first": 16, "exact_last": 48}]
+    exact = expand(DENSE, ["santa++", "centroid"], [128], ["pooled"], ["contiguous"], [(16, 4)], [16], exact=kept)
+    assert [slug(condition) for condition in exact] == [
+        "santapp_contiguous_16-4_pooled_s128",
+        "santapp_contiguous_16-4_pooled_exact_16-48_s128",
+        "centroid_b16_contiguous_s128",
+        "centroid_b16_contiguous_exact_16-48_s128",
+    ]
+    assert from_manifest({"conditions": [swept(condition) for condition in exact]}, "here") == list(exact)
     assert not {"routing", "parents_per_head"} & {key for key, value in swept(routed[0]).items() if value is not None}
     with pytest.raises(EvalError, match="unknown estimator 'mean'.*per_head, pooled"):
         expand(DENSE, ["santa++"], [128], ["mean"], ["kmeans"], [(16, 4)], [16])

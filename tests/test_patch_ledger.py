@@ -84,12 +84,15 @@ def reference_output(call, b, g, seed, sequence_key, estimator, shared):
     return result, records, exact
 
 
+@pytest.mark.parametrize("apart", [(0, 0), (3, 5)], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "shared"])
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
-def test_every_number_is_recomputed_from_the_teams(model, calls, estimator, shared):
+def test_every_number_is_recomputed_from_the_teams(model, calls, estimator, shared, apart):
+    """Also with a sequence's first and last rows out of the teams, wherever padding moves the first ones."""
     ids, mask = padded(LENGTHS)
     noise = "shared" if shared else "independent"
-    with latent_santa.patch(model, **SMALL, estimator=estimator, noise=noise, seed=9) as santa:
+    kept = dict(zip(("exact_first", "exact_last"), apart, strict=True))
+    with latent_santa.patch(model, **SMALL, **kept, estimator=estimator, noise=noise, seed=9) as santa:
         santa.sequence_keys = [5, 6]
         output = generate(model, ids, 3, attention_mask=mask)
         per_step, per_layer = santa.access.per_step(), santa.access.per_layer()
@@ -104,8 +107,10 @@ def test_every_number_is_recomputed_from_the_teams(model, calls, estimator, shar
             first = 40 - length
             for g in range(groups):
                 result, records, exact = reference_output(call, b, g, 9, 5 + b, estimator, shared)
-                assert sorted(i for team in records for i in team.members) == list(range(first, 40))
-                assert exact == list(range(40, 40 + step))
+                assert sorted(i for team in records for i in team.members) == list(
+                    range(first + apart[0], 40 - apart[1])
+                )
+                assert exact == [*range(first, first + apart[0]), *range(40 - apart[1], 40 + step)]
                 assert result.counts.dense == length + step
                 wanted[step, layer, b, g] = result.counts
                 np.testing.assert_allclose(call.output.out[b, g].numpy(), result.outputs, rtol=2e-4, atol=2e-5)

@@ -202,6 +202,16 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
         help="two_stage: a parent's mean key, or with its keys' spread isotropic or diagonal (default: mean)",
     )
     add(
+        "--exact-first",
+        type=values(int, "0,16"),
+        help="first rows of a sequence that are attended exactly, in no team (default: 0)",
+    )
+    add(
+        "--exact-last",
+        type=values(int, "0,48"),
+        help="last rows of a prompt that are attended exactly, in no team (default: 0)",
+    )
+    add(
         "--centroid-sizes",
         type=values(int, "16,32"),
         default="16",
@@ -296,9 +306,10 @@ def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig
         axes = (two_stages[0] or [64], two_stages[1] or ["mean"]) if kind == "two_stage" else ()
         named = (dict(zip(("parents_per_head", "parent_summary"), part, strict=False)) for part in product(*axes))
         routing += [{"routing": kind, **fields} for fields in named]
-    sizes = (teams, args.centroid_sizes)
+    sizes = (args.parents, teams, args.centroid_sizes)
     hashes = [{"hash_bits": k, "hash_tables": n} for k, n in product(args.hash_bits, args.hash_tables)]
-    return expand(base, args.methods, args.budgets, args.estimators, args.parents, *sizes, routing, args.noise, hashes)
+    exact = [{"exact_first": a, "exact_last": b} for a, b in product(args.exact_first or [0], args.exact_last or [0])]
+    return expand(base, args.methods, args.budgets, args.estimators, *sizes, routing, args.noise, hashes, exact)
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

@@ -14,8 +14,9 @@ from latent_santa.methods import METHODS
 
 TWO_STAGES = ("routing", "parents_per_head", "parent_summary")
 HASHES = ("hash_bits", "hash_tables")
+EXACT = ("exact_first", "exact_last")
 # Fields in which the settings of one run differ; the others are equal in all of them.
-SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator", "noise", *TWO_STAGES, *HASHES)
+SWEPT = ("budget", "parents", "parent_size", "representatives", "estimator", "noise", *TWO_STAGES, *HASHES, *EXACT)
 
 _NAMES = {"dense": "dense (SDPA)", "santa": "SANTA", "santa++": "SANTA++", "kmeans": "k-means"}
 
@@ -34,6 +35,7 @@ def swept(config: SantaConfig) -> dict[str, Any]:
         own = [field for field in own if field not in TWO_STAGES]
     if config.noise == "independent":
         own = [field for field in own if field != "noise"]
+    own = [field for field in own if field not in EXACT or getattr(config, field)]
     return {"method": config.method} | {field: getattr(config, field) if field in own else None for field in SWEPT}
 
 
@@ -55,6 +57,8 @@ def name(config: SantaConfig) -> str:
     if own["routing"]:
         words.append(f"two-stage K1={config.parents_per_head}")
         words += [] if config.parent_summary == "mean" else [config.parent_summary]
+    if own["exact_first"] or own["exact_last"]:
+        words.append(f"exact {config.exact_first}/{config.exact_last}")
     return " ".join(words)
 
 
@@ -123,6 +127,7 @@ def expand(
     routing: Sequence[Mapping[str, Any]] = ({},),
     noise: Sequence[str] = (),
     hashes: Sequence[Mapping[str, Any]] = ({},),
+    exact: Sequence[Mapping[str, Any]] = ({},),
 ) -> tuple[SantaConfig, ...]:
     """All conditions of a run, dense first, each method with the settings that it uses.
 
@@ -132,6 +137,7 @@ def expand(
     routing  fields that say how teams are routed, such as {"routing": "two_stage", "parents_per_head": 64}
     noise    kinds of noise; none given: the base's
     hashes   fields that say how rows are hashed, such as {"hash_bits": 10, "hash_tables": 150}
+    exact    fields that say which rows stay out of teams, such as {"exact_first": 16, "exact_last": 48}
 
     Raises EvalError naming what is wrong.
     """
@@ -158,6 +164,7 @@ def expand(
             [{"noise": value} for value in noise] or [{}] if "noise" in own else [{}],
             [dict(fields) for fields in routing] if "routing" in own else [{}],
             [dict(fields) for fields in hashes] if "hash_bits" in own else [{}],
+            [dict(fields) for fields in exact] if "exact_first" in own else [{}],
             [{"budget": value} for value in budgets] if "budget" in own else [{}],
         ]
         for parts in product(*axes):

@@ -38,6 +38,8 @@ class SantaPlusPlus(Method):
         "routing",
         "parents_per_head",
         "parent_summary",
+        "exact_first",
+        "exact_last",
         "seed",
         "kmeans_seed",
         "kmeans_engine",
@@ -69,6 +71,7 @@ class SantaPlusPlus(Method):
 
     def grouped_by(self, config: SantaConfig) -> tuple[str, ...]:
         own = ["parents", "parent_size", "representatives", *kmeans_fields(config), "routing_dtype", "routing"]
+        own += ["exact_first", "exact_last"]
         if self._in_two_stages(config):
             own.append("parent_summary")
         return tuple(name for name in own if name in self.settings)

@@ -112,8 +112,10 @@ class FixedCall(ModelCall):
                 index = torch.cat((index, self.start + self._rows[: self.layers[layer].limit]))
             assert self.visible is not None
             # a limited suffix may reach beyond the reserved rows
-            seen = self.visible[:, index.clamp_max(self.room - 1)] & (index < self.room)
-            self._suffixes[spans] = Suffix(index.clamp_max(self.room - 1), seen, index.numel())
+            held = index.clamp_max(self.room - 1)
+            seen = grouped.attended(held, self.visible)
+            assert seen is not None
+            self._suffixes[spans] = Suffix(held, seen & (index < self.room), index.numel())
         return self._suffixes[spans]
 
     def dense_mask(self, mask: Tensor | None, implementation: str) -> Tensor | None:
