@@ -21,9 +21,12 @@ from typing import Any
 import torch
 
 import latent_santa
+from latent_santa.eval import cli
 
 from .tiny_models import generate, padded, tiny_model
 
+RULER = "ruler --model builtin:tiny --tasks multivalue --prompts 1 --length 300 --budgets 16 --estimators pooled"
+RULER += " --parents contiguous --floor 0 --no-plot --out"
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 8}
 # two heads each of four: the second process begins in the middle of a quad of draws
 MODELS: dict[str, dict[str, Any]] = {
@@ -137,9 +140,8 @@ def main(rank: int, folder: Path) -> None:
         generate(models["qwen2"], padded([60, 41])[0].to(device), 2)
         if rank == 0:  # asking is nobody else's business
             found["report"] = santa.report()
+    found["ruler"] = cli.main([*RULER.split(), str(folder / "ruler"), "--tensor-parallel"])
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def two_processes(models: dict[str, Any], folder: Path, **env: str) -> list[dict[str, Any]]:
@@ -165,6 +167,8 @@ def check(two: dict[str, Any], one: dict[str, Any]) -> None:
 def both(folder: Path) -> int:
     """Run both processes; 0 when both ended well. When one fails, the other would wait for it."""
     import sklearn.cluster  # noqa: F401
+
+    from latent_santa.eval.commands import evaluate  # noqa: F401
 
     children = set()
     for rank in range(2):

@@ -42,6 +42,7 @@ def finished(tmp_path_factory, model) -> Path:
         (["--context-limit", "0"], "--context-limit must be at least 1, got 0"),
         (["--device", "foo"], "--device foo: supported are auto and cpu"),
         (["--device", "mps"], "--device mps: PyTorch sees no such device here"),
+        (["--tensor-parallel"], "one process was started, so there is nothing to spread"),
         (["--device-map", "foo"], "--device-map foo: supported are auto, balanced"),
         (["--methods", "centroid", "--budgets", "8"], "use a larger S or a smaller B"),
         (["--length", "9999"], "exceeds the model's limit of 4096"),

@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 
 def make_runner(directory, generator=None, tasks=("single", "fwe"), n=3, floor=0.0, joined=None, text=None):
     renderer = Renderer(tokenizer())
-    store = Store(directory, *((joined.rank, joined.world) if joined else ()))
+    store = Store(directory, *(joined.places if joined else ()))
     prompts = []
     for task in tasks:
         for i in range(n):
@@ -154,6 +154,22 @@ def test_processes_share_the_prompts(tmp_path):
     assert len(Store(tmp_path).results("dense")) == 6
 
 
+def test_processes_that_hold_one_model_answer_every_prompt_and_one_writes(tmp_path):
+    for rank in range(2):
+        generator = FakeGenerator()
+        make_runner(tmp_path / str(rank), generator, joined=Processes(rank, 2, together=True)).run((DENSE,))
+        assert len(generator.asked) == 6
+    assert {path.name for path in (tmp_path / "0" / "results").iterdir()} == {"dense.jsonl"}
+    assert len(Store(tmp_path / "0").results("dense")) == 6 and not Store(tmp_path / "1").results("dense")
+
+
+def test_processes_that_hold_one_model_stop_at_a_failure(tmp_path):
+    generator = FakeGenerator(fails=lambda call: MemoryError("out of memory") if call == 2 else None)
+    with pytest.raises(EvalError, match="single/000001: MemoryError: out of memory.*--resume goes on from there"):
+        make_runner(tmp_path, generator, joined=Processes(0, 2, together=True)).run((DENSE,))
+    assert len(Store(tmp_path).results("dense")) == 1
+
+
 def test_other_ids_than_frozen_are_refused(tmp_path):
     runner = make_runner(tmp_path)
     changed = copy.deepcopy(tokenizer())
@@ -239,13 +255,35 @@ def test_more_processes_than_gpus_share_them(monkeypatch):
     assert spec.sharing(4) is None
 
 
+def test_options_beside_tensor_parallel(monkeypatch):
+    def refuses(match, **options):
+        with pytest.raises(EvalError, match=match):
+            models.ModelSpec("owner/name", tensor_parallel=True, **options).check()
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    models.ModelSpec("owner/name", tensor_parallel=True).check()
+    refuses("without --device-map auto", device_map="auto")
+    refuses("--device cpu: .*leave it out", device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    refuses("4 processes were started here for 2 GPUs")
+    assert models.ModelSpec("owner/name", tensor_parallel=True).sharing(4) is None
+
+
 def test_processes_join_through_gloo_whatever_the_devices(monkeypatch):
     """NCCL would refuse two processes on one GPU."""
-    joined = []
+    joined, devices = [], []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: joined.append(args))
     for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert processes.join() == Processes(6, 8, 2, 4) and joined == [("gloo",)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    assert processes.join() == Processes(6, 8, 2, 4) and joined[1:] == [("gloo",)] and not devices
+    # one model over several GPUs needs it
+    assert processes.join(together=True) == Processes(6, 8, 2, 4, True)
+    assert joined[2:] == [("cpu:gloo,cuda:nccl",)] and devices == [2]
 
 
 def test_a_model_is_told_from_another_of_its_name(tmp_path):

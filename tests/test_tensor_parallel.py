@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch.distributed.tensor")
 
-from .spread_worker import CASES, MODELS, check, seen, two_processes, whole_model
+from latent_santa.eval.cli import main
+
+from .eval_support import results
+from .spread_worker import CASES, MODELS, RULER, check, seen, two_processes, whole_model
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +22,13 @@ def models() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def both(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return two_processes(models, tmp_path_factory.mktemp("spread"), CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spread")
+
+
+@pytest.fixture(scope="module")
+def both(models: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    return two_processes(models, folder, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -55,3 +65,14 @@ def test_what_is_refused(both: list[dict[str, Any]]) -> None:
     for two in both:
         assert "1 KV heads over 2 processes" in two["kv refused"] and "divides 1" in two["kv refused"]
         assert "compile=True" in two["compile refused"] and "leave it out" in two["compile refused"]
+
+
+def test_ruler_on_a_model_over_two_processes(both: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+    assert [two["ruler"] for two in both] == [0, 0] == 2 * [main([*RULER.split(), str(tmp_path / "run")])]
+    one, together = results(tmp_path / "run"), results(folder / "ruler")
+    assert one.keys() == together.keys() and len(one) == 2
+    for name, lines in one.items():
+        for mine, theirs in zip(lines, together[name], strict=True):
+            assert {key for key in mine if mine[key] != theirs[key]} <= {"run", "seconds"}
+    settings = json.loads((folder / "ruler" / "manifest.json").read_text())["settings"]
+    assert settings["tensor_parallel"] == 2

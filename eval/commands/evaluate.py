@@ -20,7 +20,7 @@ from latent_santa.eval.report.summary import data_statement, exit_code, write_re
 from latent_santa.eval.run import freeze, models, sizes
 from latent_santa.eval.run.conditions import slug
 from latent_santa.eval.run.locks import run_lock
-from latent_santa.eval.run.processes import Processes, join
+from latent_santa.eval.run.processes import Processes, join, started
 from latent_santa.eval.run.progress import Progress
 from latent_santa.eval.run.render import Renderer
 from latent_santa.eval.run.runner import Runner
@@ -70,10 +70,13 @@ class Evaluation:
 
         Returns `summary.exit_code`. Raises EvalError.
         """
-        processes = join()
-        store = Store(Path(processes.share(str(out))), processes.rank, processes.world)
+        processes = join(self.spec.tensor_parallel)
+        store = Store(Path(processes.share(str(out))), *processes.places)
         if processes.world > 1 and self.spec.device_map:
-            raise EvalError("--device-map spreads one model over all GPUs; start it as one process, without a launcher")
+            raise EvalError(
+                "--device-map spreads one model over all GPUs, layer by layer; start it as one process, without a "
+                "launcher. --tensor-parallel spreads its heads over the processes of a launcher"
+            )
         if processes.first:
             check_writable(store.directory)
         with run_lock(store.directory, processes.first) as unlocked, _kept(store, processes.first):
@@ -140,7 +143,7 @@ class Evaluation:
             self._say(f"warning: {warning}", "yellow")
 
     def _generate(self, store: Store, progress: Progress, processes: Processes) -> None:
-        wanted = {prompt.sample.id for prompt in store.prompts()[processes.rank :: processes.world]}
+        wanted = {prompt.sample.id for prompt in processes.own(store.prompts())}
         if all(_complete(store, condition, wanted) for condition in self.conditions):
             return
         from latent_santa import patch
@@ -237,6 +240,7 @@ def _model_settings(spec: models.ModelSpec, config: Any) -> dict[str, Any]:
         "quant": spec.quant,
         "device": spec.resolved_device().partition(":")[0],
         "device_map": spec.device_map,
+        "tensor_parallel": started() if spec.tensor_parallel else 1,
         "math_sdpa": spec.math_sdpa,
     }
 

@@ -268,7 +268,8 @@ def model_spec(args: argparse.Namespace, check: bool = True) -> ModelSpec:
         EvalError: options that cannot go together; nothing has been loaded yet.
     """
     names = ("revision", "dtype", "quant", "device", "device_map", "offline", "math_sdpa")
-    spec = ModelSpec(args.model, **{name: getattr(args, name) for name in names})
+    together = getattr(args, "tensor_parallel", False)  # of commands that make a run
+    spec = ModelSpec(args.model, tensor_parallel=together, **{name: getattr(args, name) for name in names})
     if check:
         spec.check()
     return spec

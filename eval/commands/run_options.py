@@ -35,6 +35,11 @@ def add_run_options(parser: argparse.ArgumentParser, command: str) -> Any:
         help="build the prompts and show their lengths and the work; builtin:tiny is timed, no other model is loaded",
     )
     add("--batch-size", type=int, default=1, help="prompts of one task generated together: faster on a GPU")
+    add(
+        "--tensor-parallel",
+        action="store_true",
+        help="the launcher's processes hold one model together, each some of its heads, instead of a model each",
+    )
     add("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw access_accuracy.png")
     return group
 

@@ -21,6 +21,7 @@ BEFORE_OPTIONS = {
     "draws": "independent",
     "template_options": "{}",
     "math_sdpa": True,
+    "tensor_parallel": 1,
 }
 
 

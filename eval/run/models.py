@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
+from latent_santa.eval.run.processes import started
 from latent_santa.eval.run.threads import use_free_cpus
 
 TINY = "builtin:tiny"
@@ -27,6 +28,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 class ModelSpec:
     """What is asked for. `device` "auto" is a GPU if there is one; `device_map` "auto" spreads one model over all.
 
+    `tensor_parallel` spreads the heads of one model over the processes that a launcher started.
     `math_sdpa` False forbids PyTorch's dense attention on a GPU to use its math backend, as Appendix F does.
     """
 
@@ -38,6 +40,7 @@ class ModelSpec:
     device_map: str | None = None
     offline: bool = False
     math_sdpa: bool = True
+    tensor_parallel: bool = False
 
     @property
     def tiny(self) -> bool:
@@ -53,6 +56,8 @@ class ModelSpec:
 
     def sharing(self, processes: int) -> str | None:
         """A note if so many processes of one machine do not have a GPU each, else None."""
+        if self.tensor_parallel:
+            return None
         gpus = len({self.resolved_device(local_rank) for local_rank in range(processes)})
         if gpus == processes or not self.resolved_device().startswith("cuda"):
             return None
@@ -86,6 +91,8 @@ class ModelSpec:
             raise EvalError(f"--revision {self.revision}: the tiny model comes with this package and has no revisions")
         if self.device_map and self.tiny:
             raise EvalError("--device-map is for large models; the tiny model fits on one device")
+        if self.tensor_parallel:
+            self._check_tensor_parallel()
         if self.device_map and self.device_map not in DEVICE_MAPS:
             raise EvalError(f"--device-map {self.device_map}: supported are {', '.join(DEVICE_MAPS)}")
         if self.tiny:
@@ -98,6 +105,29 @@ class ModelSpec:
             )
         if path.is_dir():
             check_directory(path)
+
+    def _check_tensor_parallel(self) -> None:
+        import torch
+
+        if started() == 1:
+            raise EvalError(
+                "--tensor-parallel: one process was started, so there is nothing to spread; start one per GPU, as in "
+                "torchrun --nproc-per-node 8 -m latent_santa.eval ruler --tensor-parallel ..."
+            )
+        for option, given in (("--device-map", self.device_map), ("--quant", self.quant != "none" and self.quant)):
+            if given:
+                raise EvalError(f"--tensor-parallel spreads plain weights over processes, without {option} {given}")
+        if self.device != "auto":
+            raise EvalError(
+                f"--device {self.device}: under --tensor-parallel each process takes the GPU of its number, or the CPU "
+                "where PyTorch sees no GPU; leave it out"
+            )
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if torch.cuda.is_available() and here > torch.cuda.device_count():
+            raise EvalError(
+                f"--tensor-parallel: {here} processes were started here for {torch.cuda.device_count()} GPUs; start "
+                "one per GPU"
+            )
 
     def source(self) -> tuple[str, dict[str, Any]]:
         """First argument and keywords of every `from_pretrained` call. Code of a checkpoint is never run."""
@@ -265,6 +295,10 @@ def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
         torch.backends.cuda.enable_math_sdp(False)
     if spec.device_map:
         keywords["device_map"] = spec.device_map
+    if spec.tensor_parallel:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        keywords["distributed_config"] = DistributedConfig(tp_size=started())
     # a shape that differs is not an error of its own then, and is reported with the missing weights
     keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
@@ -281,7 +315,7 @@ def load(spec: ModelSpec, tokenizer: Any, local_rank: int = 0) -> Loaded:
         # bitsandbytes says at every multiplication that bfloat16 inputs are cast
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         int8.quantise(model, None if spec.device_map else torch.device(device))
-    if not spec.device_map:
+    if not spec.device_map and not spec.tensor_parallel:
         model = model.to(device)
     return Loaded(model.eval(), tokenizer, int8.share(model))
 

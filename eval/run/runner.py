@@ -53,7 +53,7 @@ class Runner:
         Returns the number of results that failed. Raises EvalError when going on would measure nothing: dense attention
         below the floor, a "sparse" method without a sparse call, or failures from the start.
         """
-        prompts = self.store.prompts()[self.processes.rank :: self.processes.world]
+        prompts = self.processes.own(self.store.prompts())
         tallies = [_Tally(condition, prompts, self.store) for condition in running_order(conditions)]
         self.progress.stage("answers", len(tallies) * len(prompts), sum(len(tally.tried) for tally in tallies))
         dense = [tally for tally in tallies if tally.condition.method == "dense"]
@@ -75,7 +75,7 @@ class Runner:
     def _note(self, tally: _Tally, batch: list[Prompt], results: list[dict[str, Any]]) -> None:
         """Store results, add them up, and stop where they show that something is wrong."""
         shown = label(tally.condition)
-        for result in results:
+        for result in results if self.processes.writes else ():
             self.store.append(slug(tally.condition), result)
         for prompt, result in zip(batch, results, strict=True):
             tally.add(prompt, result)
@@ -148,6 +148,11 @@ class Runner:
             answers = self.generator.answers(condition, asked)
         except Exception as error:  # out of memory has several types, by device; the rest of the run goes on
             failure = first_line(error)
+        if failure is not None and self.processes.together:
+            raise EvalError(
+                f"{label(condition)}, {batch[0].sample.id}: {failure}. Processes that hold one model together cannot "
+                "go on behind a failure: what has an answer is kept, and --resume goes on from there"
+            )
         if failure is not None:  # outside of the handler, whose traceback holds the failed call's tensors
             free_memory()
             return [], failure

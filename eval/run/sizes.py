@@ -48,7 +48,7 @@ def check_cache(config: Any, rows: int, spec: ModelSpec, options: str) -> None:
 
     A model that is spread over several devices is not checked.
     """
-    if spec.device_map:
+    if spec.device_map or spec.tensor_parallel:
         return
     device = spec.resolved_device()
     check_memory(cache_bytes(config, rows, spec.resolved_dtype()), device, f"{options}: a cache of {rows:,} rows takes")
