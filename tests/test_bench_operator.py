@@ -172,13 +172,18 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     options = (
         "--layout gqa --heads 4 --groups 2 --head-dim 32 --context 64 --budgets 8 --estimators pooled --modes graph"
     )
-    assert main(["bench", "operator", *options.split(), "--query-dtype", "float32", "--out", str(tmp_path)]) == 0
+    two = "--routing two_stage --noise shared --parents-per-head 2 --parent-summary isotropic"
+    assert (
+        main(["bench", "operator", *options.split(), "--query-dtype", "float32", *two.split(), "--out", str(tmp_path)])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "GQA 4/2/32, b1, 64 rows (synthetic) measured" in shown and "source abc" in shown
     saved = json.loads((tmp_path / "operator.json").read_text())
     assert saved["facts"]["protocol"] == {"rounds": 20, "observations": 100, "warmup": 20, "evict": 256}
     (record,) = saved["results"]
     assert record["workload"]["query_dtype"] == "float32" and record["sampled"][0]["error"] < 2e-3
+    assert record["sampled"][0]["name"] == "pooled K1=2 K=2 shared"
     assert (tmp_path / "operator.md").read_text().strip() == shown[shown.index("# Operator") :].strip()
 
 
@@ -197,6 +202,8 @@ def test_goals_belong_to_their_settings() -> None:
         (["--layout", "gqa", "--heads", "30"], "multiple of --groups 4"),
         (["--modes", "eager"], "'eager' is not one of graph, stream"),
         (["--budget", "126"], "divisible by P/R"),
+        (["--noise", "none"], "'none' is not one of independent, shared"),
+        (["--routing", "both"], "'both' is not one of one_stage, two_stage"),
         (["--estimator", "mean"], "'mean' is not one of per_head, pooled"),
     ],
 )
