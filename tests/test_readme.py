@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from latent_santa.eval.cli import COMMANDS, build_parser
+from latent_santa.eval.commands import options
 from latent_santa.eval.report import screen
+from latent_santa.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,6 +43,14 @@ def test_commands_have_the_options_that_are_shown(line):
 def test_every_command_is_named():
     assert len(commands()) >= 10
     assert not [name for name in COMMANDS if f"latent-santa {name}" not in TEXT]
+
+
+def test_every_method_is_named():
+    assert not [name for name in METHODS if f'`"{name}"`' not in TEXT]
+    parser = argparse.ArgumentParser()
+    options.add_method_options(parser, "", "")
+    shown = next(action.help for action in parser._actions if action.dest == "methods")
+    assert not set(METHODS) - set(re.findall(r"[\w+]+", shown))
 
 
 def test_the_first_screen_is_that_of_the_kept_run():

@@ -163,7 +163,9 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
         "--methods",
         type=values(str, "dense,santa++"),
         default="dense,santa++",
-        help="of dense, santa++ (Algorithm 1), santa, centroid (Appendix B.2) and the baselines that README lists",
+        help="of dense, absorbed_dense, santa++ (Algorithm 1), santa, gumbel_rows, centroid (Appendix B.2), and the "
+        "baselines that README describes: oracle_rows, oracle_teams, top_teams, uncorrected, quest, page_mean, "
+        "rope_blocks, sparq, streaming_llm, snapkv, tova, magicpig",
     )
     add(
         "--budgets",

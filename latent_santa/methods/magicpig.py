@@ -114,8 +114,8 @@ class MagicPIG(Method):
         centred = (products - of_means.gather(-1, parent)).double()
         return (centred / lengths.double().clamp_min(1e-30)).clamp(-1.0, 1.0)
 
-    def full(self, step: DecodeStep, config: SantaConfig) -> bool:
-        return step.teams is not None and step.teams.M <= FIRST + LAST  # then no row is hashed
+    def every_team(self, teams: Teams, config: SantaConfig) -> bool:
+        return teams.M <= FIRST + LAST  # then no row is hashed
 
     def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:
         return partial_unit(rows, Fraction(config.hash_bits * config.hash_tables, 8))
