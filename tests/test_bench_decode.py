@@ -96,8 +96,11 @@ def test_orders_alternate_and_one_that_does_not_fit_is_left_out(
 
     monkeypatch.setattr(type(model), "generate", generate)
     measured = point(model, filled, "transformers,absorbed_dense,per_head", 2)
+    collected = []
+    monkeypatch.setattr(decode, "collect", collected.append)
     assert list(measured.measure()) == ["transformers", "absorbed_dense", "per_head", "per_head", "absorbed_dense"]
     assert measured.results["transformers"] == {"missing": "does not fit in the device's memory"}
+    assert len(collected) == 5  # before each first turn, and around the second attempt
     (line,) = decode_report.missing([{"batch": 2, "context": 64, "results": measured.results}])
     assert line == "batch 2, 64 cached tokens, transformers: does not fit in the device's memory"
 

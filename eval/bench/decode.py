@@ -34,6 +34,7 @@ UNTIMED = 3
 LEAST_STEPS = 4
 # a turn of slow steps takes fewer of them
 TURN_MS = 2000.0
+FULL = "does not fit in the device's memory"
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Point:
         self._ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(self.device)
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in parameters)
+        self._dropped: set[str] = set()  # no longer measured: they did not fit beside the others
         self._patches: dict[tuple[bool, bool], tuple[Any, Any]] = {}
         # a captured step belongs to one cache and one kind of call
         self._caches = {s.name: (filled.for_patched(), filled.for_patched()) for s in settings if s.patched}
@@ -110,7 +112,7 @@ class Point:
             for number in range(self._rounds_done(), self.plan.rounds):
                 if number and self.plan.seconds is not None and time.perf_counter() - begun > self.plan.seconds:
                     return
-                order = [s for s in self.settings if self._missing(s) is None]
+                order = [s for s in self.settings if not self._missing(s) and s.name not in self._dropped]
                 for setting in order if number % 2 == 0 else reversed(order):
                     self._turn(setting)
                     yield setting.name
@@ -146,14 +148,29 @@ class Point:
                 del self.results.get(setting.name, {}).get(times, [])[done:]
         return done
 
-    @torch.no_grad()
     def _turn(self, setting: Setting) -> None:
-        model, santa = self._patched(setting)
         result = self.results.setdefault(setting.name, {"bare_ms": [], "generate_ms": []})
+        reason = self._attempt(setting, result)
+        if reason == FULL:  # graphs of the others may hold what is missing
+            for caches in self._caches.values():
+                for cache in caches:
+                    cache.layers[0].graph = None
+            collect(self.device)
+            reason = self._attempt(setting, result)
+        if reason is None:
+            return
+        self._dropped.add(setting.name)
+        if not result["bare_ms"]:
+            self.results[setting.name] = {"missing": reason}
+
+    @torch.no_grad()
+    def _attempt(self, setting: Setting, result: dict[str, Any]) -> str | None:
+        """Measure a turn; why it cannot be made, or None."""
         first = not result["bare_ms"]
         if first:
             collect(self.device)
         try:
+            model, santa = self._patched(setting)
             if santa is not None:
                 result["prepare_ms"] = self.filled.rewind(self._caches[setting.name][0], santa)
                 santa.reset()
@@ -161,20 +178,19 @@ class Point:
             before = self._allocated()
             bare = self._bare(model, self._cache(setting, santa, 0))
             generated = self._generated(model, self._cache(setting, santa, 1), bare)
-        except torch.cuda.OutOfMemoryError:
-            self._caches.pop(setting.name, None)
-            self.results[setting.name] = {"missing": "does not fit in the device's memory"}
-            return
         except RuntimeError as error:
-            if santa is None or 'graphs="on"' not in str(error):
-                raise
-            self.results[setting.name] = {"missing": str(error)}
-            return
+            # a capture says as text that memory was out
+            if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
+                return FULL
+            if str(error).startswith(('graphs="on"', "compile=True")):
+                return str(error)
+            raise
         if first:  # later turns find their graph's memory taken
             result |= self._memory(own, before)
         result["bare_ms"].append(bare)
         result["generate_ms"].append(generated)
         result |= _facts(model, santa)
+        return None
 
     def _bare(self, model: Any, cache: Any) -> float:
         """Median time of a step, the head included."""
