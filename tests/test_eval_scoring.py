@@ -20,6 +20,13 @@ def sample(**changes) -> Sample:
     return make_sample("task", 17, "What is the code?", ["123"], **fields)
 
 
+def test_what_is_wanted_reads_well():
+    ranking = make_sample("task", 0, "Sort.", ["7 0", "3 1", "5 3"], metric="ndcg_10", max_new_tokens=4, source="test")
+    assert (ranking.wanted, ranking.findable) == ("5 > 3", ())
+    assert (sample().wanted, sample().findable) == ("123", ("123",))
+    assert sample(metric="letter").findable == ()
+
+
 def test_a_prompt_without_chat_is_plain_in_a_run_with_a_template():
     renderer = Renderer(tokenizer())
     plain, chat = (renderer.prompt(sample(chat=chat), None) for chat in (False, True))

@@ -238,7 +238,8 @@ def test_a_run_weights_tasks_equally_in_scores_and_in_rows(own, tmp_path, monkey
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
             record["ctxs"] = record["ctxs"][: 1 if path.name.startswith("nq") else 8]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        least = 1 if path.name.startswith("nq") else 2  # fewer than are asked for
+        path.write_text("".join(json.dumps(record) + "\n" for record in records[:least]))
     model, out = save_random_model(tmp_path / "model"), tmp_path / "run"
     command = ["helmet", "--model", str(model), "--data", str(own), "--tasks", "rag,json_kv", "--n", "2"]
     command += ["--shots", "0", "--budgets", "32", "--parents", "contiguous", "--context-limit", "8192"]
@@ -257,7 +258,9 @@ def test_a_run_weights_tasks_equally_in_scores_and_in_rows(own, tmp_path, monkey
     pooled = 100 * sum(access["numerator"] for access in rag) / sum(access["denominator"] for access in rag)
     assert abs(pooled - cells["rag"]["access"]) > 0.5  # the mean of percentages is another number
     table = (out / "table.md").read_text()
-    assert "HELMET RAG, mean of 4 tasks, 2 prompts per task" in table and "mean of the tasks' percentages" in table
+    assert (
+        "HELMET RAG, mean of 4 tasks, up to 2 prompts per task" in table and "mean of the tasks' percentages" in table
+    )
     assert main([*command, "--resume"]) == 0
     assert main(["paper", str(out), "--table", "10"]) == 0
 

@@ -64,14 +64,14 @@ def _answers(prompt: Prompt, results: Sequence[tuple[str, dict[str, dict[str, An
     for name, found in results:
         result = found.get(sample.id, {})
         if "output" in result:
-            score, text = f"{100 * result['score']:.0f}", marked(result["output"].strip(), sample.references)
+            score, text = f"{100 * result['score']:.0f}", marked(result["output"].strip(), sample.findable)
         else:
             score, text = "-", f"<span class=none>{escape(result.get('error', 'no result yet'))}</span>"
         lines.append(f"<tr><td>{escape(name)}</td><td>{score}</td><td>{text}</td></tr>\n")
     end = sample.input[-END_OF_PROMPT:]
     return (
         f"<p><b>{escape(sample.id)}</b>, {prompt.n_tokens:,} tokens, ends in:<br><small>{escape(end)}</small><br>"
-        f"wanted: {escape(', '.join(sample.references))}</p>\n<table class=words><tr><td>setting</td><td>score</td>"
+        f"wanted: {escape(sample.wanted)}</p>\n<table class=words><tr><td>setting</td><td>score</td>"
         f"<td>answer</td></tr>\n{''.join(lines)}</table>"
     )
 

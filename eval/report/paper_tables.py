@@ -254,5 +254,7 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     if table.benchmark == "LongBench v2":
         own = "this project's" if not get("suffix") else f"of {get('suffix')}"
         add("words behind the prompt", "Appendix C.3", own, lambda: bool(settings.get("suffix")))
+        template = bool(settings.get("chat_template_sha256"))
+        add("opening", "Qwen's preamble", "chat template" if template else "none", lambda: template)
         add("answers per prompt", "4, by the scores' steps (1/2012) and the interval", "1, greedy", lambda: False)
     return found

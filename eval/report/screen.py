@@ -114,7 +114,7 @@ def answers(store: Store, summary: dict[str, Any]) -> Table | None:
         lines.add_column(overflow="fold")
         for label, text in (
             ("its end", f"... {question} {sample.answer_prefix}"),
-            ("wanted", ", ".join(sample.references)),
+            ("wanted", sample.wanted),
             ("dense", plain[sample.id]["output"].strip()),
             ("sampled", sampled[sample.id]["output"].strip()),
         ):

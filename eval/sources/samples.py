@@ -39,6 +39,19 @@ class Sample:
     chat: bool = True
     stop: tuple[str, ...] = ()
 
+    @property
+    def wanted(self) -> str:
+        """The references as a reader should see them: of a ranking the relevant documents, best first."""
+        if self.metric != "ndcg_10":
+            return ", ".join(self.references)
+        judged = [(name, int(gain)) for name, gain in (text.rsplit(" ", 1) for text in self.references)]
+        return " > ".join(name for name, gain in sorted(judged, key=lambda pair: -pair[1]) if gain > 0)
+
+    @property
+    def findable(self) -> tuple[str, ...]:
+        """The references, where a right answer holds them as they are."""
+        return self.references if self.metric in ("all", "any", "substring") else ()
+
 
 def make_sample(
     task: str,

@@ -42,7 +42,10 @@ def questions(
     book: Lines, choice: bool, shots: int, numbers: Sequence[int], texts: dict[str, str], tokenizer: Any, length: int,
     seed: int,
 ) -> Iterator[Item]:  # fmt: skip
-    """Questions on a book (ROUGE), or with four options. Examples are of other books, whose text is left out."""
+    """Questions on a book (ROUGE), or with four options. Examples are of other books, whose text is left out.
+
+    HELMET also drops books below 65,536 tokens, of which it says that there are none; that is not done here.
+    """
     every = [_short(record, choice, texts) for record in book.take(range(len(book)))]
     for number, record in zip(numbers, book.take(numbers), strict=True):
         own = every[number]
