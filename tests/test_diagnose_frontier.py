@@ -109,6 +109,13 @@ def test_best_settings_are_those_that_nothing_beats_in_both():
     ]
     assert summary["lines"][0]["error"] == {"mean": pytest.approx(0.3), "low": None, "high": None}
     assert summary["lines"][0]["kv"] == 10 and summary["lines"][0]["routing"] == 1
+    assert all(line["bound"] is None for line in summary["lines"])  # results from before it was counted
+    header, shown = diagnostic.tables(summary)[""]
+    assert "bound (%)" not in header and len(shown[0]) == len(header)
+    for own, bound in zip(numbers, (90, 190, 135, 890), strict=True):  # the third scans keys that it attends
+        own["counts"] = [[*own["counts"][0], bound]]
+    header, shown = diagnostic.tables(diagnostic.summary(results, {"seed": 0}))[""]
+    assert [line[header.index("bound (%)")] for line in shown] == ["-", "-", "13.5", "-"]
 
 
 def test_intervals_are_over_prompts_within_tasks():

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
     from .work import Results, Table
 
-COUNTS = ("routing_read", "row_read", "numerator", "denominator")
+COUNTS = ("routing_read", "row_read", "numerator", "denominator", "bound")
 NOTES = (
     "Error: ||estimate - dense|| / ||dense|| of the attention output per head, on dense decoding's own queries and "
     "rows, averaged over heads, calls, layers and prompts; brackets: 95 % interval over prompts.",
     "KV: rows read of the rows that dense decoding reads, Equation 13 (GQA) or 14 (MLA), routing included, pooled over "
     "prompts, layers and calls; logical access, not time. Routing: the part of it that only chooses.",
+    "Bound, of methods that scan every key: the rows that were attended, of dense's, as if no scan had been needed.",
     "*: no other measured setting beats it in both. full: it selects everything there is, which is dense attention.",
     "An attention error is no task score: it says where to look before scores are paid for.",
 )
@@ -84,6 +85,7 @@ class Frontier:
             "config": config.used(),
             "kv": _percent(total, 2),
             "routing": _percent(total, 0),
+            "bound": _percent(total, 4) if len(total) > 4 and total[4] != total[1] else None,
             "error": over_prompts(errors, seed),
             "full": all(prompt["full"] for prompt in prompts),
             "by_layer": [
@@ -100,7 +102,9 @@ class Frontier:
         lines = summary["lines"]
         by_layer = ("Setting", "S", "least", "median", "greatest")
         heading = "By layer: where the error is least, median and greatest (all layers: frontier.json)"
-        return {"": (HEADER, list(map(cells, lines))), heading: (by_layer, list(map(_layers, lines)))}
+        bounds = any(line["bound"] is not None for line in lines)
+        header = (*HEADER[:4], "bound (%)", *HEADER[4:]) if bounds else HEADER
+        return {"": (header, [cells(line, bounds) for line in lines]), heading: (by_layer, list(map(_layers, lines)))}
 
     def pictures(self, summary: dict[str, Any]) -> dict[str, bytes]:
         """The total, and a panel per layer."""
@@ -112,9 +116,11 @@ class Frontier:
 HEADER = ("Setting", "S", "KV (%)", "routing (%)", "error", "")
 
 
-def cells(line: dict[str, Any]) -> list[str]:
-    """A setting's texts under `HEADER`."""
-    numbers = (f"{line['kv']:.1f}", f"{line['routing']:.1f}")
+def cells(line: dict[str, Any], bounds: bool = False) -> list[str]:
+    """A setting's texts under `HEADER`, with its bound where the table has one."""
+    numbers = [f"{line['kv']:.1f}", f"{line['routing']:.1f}"]
+    if bounds:
+        numbers.append("-" if line["bound"] is None else f"{line['bound']:.1f}")
     mark = "full" if line["full"] else "*" if line["best"] else ""
     return [line["name"], str(line["S"] or "-"), *numbers, shown(line["error"], 4), mark]
 
@@ -126,7 +132,8 @@ def _layers(line: dict[str, Any]) -> list[str]:
 
 
 def _summed(counts: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(column) for column in zip(*counts, strict=True)]
+    # results from before the bound was counted end without it
+    return [sum(column) for column in zip(*counts, strict=False)]
 
 
 def _percent(counts: Sequence[int], place: int) -> float:
