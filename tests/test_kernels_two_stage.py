@@ -9,9 +9,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
+import triton
+import triton.language as tl
+
 from latent_santa.growth import with_room
 from latent_santa.kernels import Workspace, reason_not
 from latent_santa.kernels.launch import launches_of
+from latent_santa.kernels.parents import parents_at
 from latent_santa.kernels.support import interpreting
 from latent_santa.parent_records import summarised
 from latent_santa.parents import contiguous_parents
@@ -185,6 +189,28 @@ def test_records_with_room_and_a_suffix_that_is_mostly_hidden() -> None:
     wide = reserved(step, 90, 40, 90)
     got = kernels(wide, 3, poisoned(wide, 3, SMALL, parents=4), parents=4)
     compare(got, twin(step, 3, parents=4), ROUNDING)
+
+
+@triton.jit
+def parents_kernel(union, out, words, first, PT: tl.constexpr, LANES: tl.constexpr):
+    i_rank = first + tl.arange(0, PT)
+    i_parent, total = parents_at(union, words, i_rank, LANES=LANES)
+    tl.store(out + i_rank, tl.where(i_rank < total, i_parent, -1))
+
+
+def test_parents_are_found_by_their_rank() -> None:
+    """In more words than are looked at in one go, with words that are empty or full."""
+    parents = torch.randperm(352, generator=torch.Generator().manual_seed(4))[:60]
+    chosen = torch.zeros(11, 32, dtype=torch.int64)
+    chosen.view(-1)[parents] = 1
+    chosen[2:5], chosen[6] = 0, 1
+    words = (chosen << torch.arange(32)).sum(1)
+    union = torch.where(words >= 2**31, words - 2**32, words).int()
+    out = torch.full((96,), -7, dtype=torch.int32)
+    for first in (0, 32, 64):
+        parents_kernel[(1,)](union, out, 11, first, PT=32, LANES=4)
+    want = chosen.view(-1).nonzero()[:, 0].tolist()
+    assert out.tolist() == want + [-1] * (96 - len(want))
 
 
 def test_launches() -> None:
