@@ -126,7 +126,7 @@ class TwoStageLaunches(Launches):
             BLOCK=p.block,
             POOLED=self.sampling.pooled,
             EACH=power(s.most_teams),
-            LANES=min(padded_teams(s.parents) // 32, 256),
+            LANES=min(power(padded_teams(s.parents) // 32), 256),
             **self._options(p.route_warps),
         )
 

@@ -241,3 +241,9 @@ def test_refusals() -> None:
     assert "parents' key part 0 must be contiguous torch.float16" in reason(keys=(double,))
     bare = replace(step, teams=replace(step.teams, parents=None))
     assert "these teams carry none" in str(reason_not(bare, Sampling(2, parents=2)))
+
+
+def test_a_number_of_parents_whose_words_are_no_power_of_two() -> None:
+    step = make_step("gqa", heads=2, lengths=(900,), dims=(16,), dtype=torch.float16, parent_size=3, summary="mean")
+    assert step.teams is not None and step.teams.parents is not None and step.teams.parents.C == 300
+    check(step, 5, parents=7)
