@@ -64,7 +64,7 @@ def test_every_patched_setting_replays_its_step_on_the_same_rows(model: Any, fil
         result = measured.results[name]
         assert len(result["bare_ms"]) == len(result["generate_ms"]) == 2 and min(result["generate_ms"]) > 0
         assert (result["percent"] == 100) == (name in ("transformers", "dense", "absorbed_dense"))
-        assert result["experts"] == {"bare": [], "generate": []}  # the one layer has none
+        assert result["experts"] == {"bare": [], "generate": [], "kernels": False}  # the one layer has none
     for state, (keys, values) in zip(filled._plain, rows, strict=True):
         assert state.keys.equal(keys) and state.values.equal(values)
     # per head and pooled share their teams; those of an eager step have no room behind them
@@ -151,7 +151,7 @@ def test_a_run_is_written_goes_on_and_makes_the_readmes_table(
 def made_up(batch: int, context: int) -> dict[str, Any]:
     def result(milliseconds: float, **more: Any) -> dict[str, Any]:
         rounds = [milliseconds, 1.1 * milliseconds, 0.9 * milliseconds]
-        experts = {"bare": ["grouped_mm"], "generate": ["grouped_mm"]}
+        experts = {"bare": ["grouped_mm"], "generate": ["grouped_mm"], "kernels": milliseconds < 10}
         return {
             "generate_ms": rounds,
             "bare_ms": rounds,
@@ -180,6 +180,7 @@ def test_tables_and_picture() -> None:
     assert shown == "pooled+two_stage+compile 9.00 9.00 60.68 2.00 100.0 100.0 100"
     text = decode_report.markdown({"device": "a GPU", "shape": "small"}, points)
     assert "| pooled+two_stage+compile | 9.00 | 9.00 | 60.68 [60.68, 60.68] | 2.00 [2.00, 2.00] |" in text
+    assert text.count("| grouped_mm |") == text.count("| own kernels |") * 2 == 8
     assert "Absorbed dense attention ran as FA3." in text and text.count("dense: does not fit in the device's") == 4
     table = decode_report.readme_table(
         [{"facts": {"shape": "small"}, "points": points}], ["dense", "absorbed_dense", "pooled+two_stage+compile"]

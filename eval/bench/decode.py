@@ -262,13 +262,14 @@ def _facts(model: Any, santa: Any) -> dict[str, Any]:
         "experts": {
             "bare": sorted(set(experts.implementations(model))),
             "generate": sorted(set(experts.while_decoding(model))),
+            "kernels": any("forward" in vars(module) for module in model.modules() if hasattr(module, "gate_up_proj")),
         }
     }
     if santa is None:
         return {**found, "percent": 100.0, "replayed": 0}
     graphs = santa.graphs
     found |= {"percent": santa.access.percent, "steps": santa.sparse_calls + santa.dense_calls}
-    found |= {"replayed": graphs.replayed, "launched": dict(graphs.eager)}
+    found |= {"replayed": graphs.replayed, "launched": dict(graphs.eager), "compiled": santa.compiled}
     if graphs.captured:
         found["capture_s"] = graphs.seconds / graphs.captured
     if santa.config.method == "absorbed_dense":

@@ -250,7 +250,8 @@ def _guessed_seconds(config: Any, args: argparse.Namespace, batch: int, context:
     for name in args.settings:
         expands = name.partition("+")[0] in ("transformers", "dense")
         floor = 70.0 if name == "transformers" or "+eager" in name else 10.0
-        step = floor + (16.0 if expands and hasattr(config, "kv_lora_rank") else 0.5) * gigabytes
+        slow = expands and hasattr(config, "kv_lora_rank")
+        step = floor + (config.num_attention_heads if slow else 0.5) * gigabytes
         counted = 3 + max(4, min(args.steps, 2000 / step))
         total += 2.0 + args.repeats * (2 * counted * step / 1000 + 1.0)
     return total
