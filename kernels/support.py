@@ -84,8 +84,9 @@ def _unsupported_rows(step: DecodeStep) -> str | None:
             return f"a query part is {part.dtype}: the kernels take float32 or the rows' {values.dtype}"
     if step.heads >= MOST_HEADS:
         return f"{step.heads} query heads per group: the noise counter holds fewer than {MOST_HEADS}"
-    if step.draw.first[1] % 4:
-        return f"the heads here start with number {step.draw.first[1]}: the kernels draw for whole quads of heads"
+    if step.draw.first[1] % 4 or (step.peers is not None and step.heads % 4):  # all processes say the same
+        heads = f"{step.heads} heads per process, here from number {step.draw.first[1]} on"
+        return f"{heads}: the kernels draw noise for whole quads of heads"
     if len(keys) > 2 or len(keys) != len(step.query):
         parts = f"{len(keys)} key parts and {len(step.query)} query parts"
         return f"{parts}: the kernels take one (GQA) or two (MLA) of each"

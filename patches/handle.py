@@ -62,6 +62,10 @@ class SantaHandle:
     Threads may generate on one model at the same time: each has its own calls, and all share settings, ledger and
     counts. ``configure``, ``reset`` and the attributes below belong between generations.
 
+    Under tensor parallelism every process makes the same calls, from one thread. What they must tell one another they
+    exchange within the model's own calls, so ledger and report are the whole model's in each process, and asking for
+    them waits for nobody.
+
     Attributes:
         model: the patched model.
         access: the ledger of rows read (Equations 13 and 14).
@@ -225,7 +229,8 @@ class SantaHandle:
 
     @property
     def full_calls(self) -> int:
-        """Sampled calls in which K covered every team of every sequence, which are dense attention."""
+        """Sampled calls in which K covered every team of every sequence, which are dense attention. In GQA under tensor
+        parallelism these are the teams of this process's KV heads."""
         return self._control.full_calls
 
     @property

@@ -45,6 +45,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"routing": "two_stage", "estimator": "per_head"}),
     ("deepseek_v2", {"routing": "two_stage", "estimator": "pooled"}),
     ("deepseek_v2", {"noise": "shared", "estimator": "pooled"}),
+    ("deepseek_v2", {"regroup_after": 8, "estimator": "pooled"}),
     ("deepseek_v2", {"method": "gumbel_rows"}),
     ("deepseek_v2", {"method": "snapkv"}),
     ("qwen2", {"noise": "shared"}),
@@ -68,13 +69,14 @@ def seen(model: Any, settings: dict[str, Any], backend: str | None = None) -> di
     """What a generation gives: tokens, scores, and rows by layer; ``backend`` in place of the settings'."""
     if settings.get("routing") == "two_stage":
         settings = {**settings, "parents_per_head": 3}
-    interpreted = "backend" in settings  # Triton's interpreter takes its time
+    # Triton's interpreter takes its time, and generated rows are grouped once there are enough
+    interpreted, new = "backend" in settings, 10 if "regroup_after" in settings else 2
     ids, mask = padded([32] if interpreted else [60, 41])
     settings = {**settings, "backend": backend or settings.get("backend", "auto")}
     ids, mask = ids.to(model.device), mask.to(model.device)
     with latent_santa.patch(model, **{**SMALL, **settings}) as santa:
         santa.shadow = True
-        output = generate(model, ids, 1 if interpreted else 2, attention_mask=mask)
+        output = generate(model, ids, 1 if interpreted else new, attention_mask=mask)
         return {
             "tokens": output.sequences.tolist(),
             "scores": torch.stack(output.scores).tolist(),

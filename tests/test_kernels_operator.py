@@ -24,6 +24,7 @@ from latent_santa.kernels.support import LEAST_TRITON, interpreting
 from latent_santa.kernels.workspace import MOST_PLANS
 from latent_santa.noise import gumbel_noise, noise_keys
 from latent_santa.parents import contiguous_parents
+from latent_santa.peers import Peers
 from latent_santa.routing_keys import CodedKeys, quantise, quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.sampling import log_inclusion
@@ -366,7 +367,8 @@ def test_refusals_say_what_and_why() -> None:
     short = Rows((step.rows.keys[0][:, :, :10],), step.rows.values[:, :, :10])
     assert "cache holds 10" in reason(replace(step, rows=short))
     assert "no teams" in reason(replace(step, teams=None))
-    assert "start with number 2" in reason(replace(step, draw=replace(step.draw, first=(0, 2))))
+    assert "from number 2 on" in reason(replace(step, draw=replace(step.draw, first=(0, 2))))
+    assert "whole quads" in reason(replace(step, peers=Peers(None, 0, 2)))  # the other process says it too
     pair = make_step(heads=2, lengths=(20,), dims=(48, 16), dtype=torch.float16)
     assert pair.teams is not None
     latents, rotary = pair.teams.routing_keys
