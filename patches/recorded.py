@@ -16,6 +16,7 @@ from latent_santa.rows import Rows
 from latent_santa.teams import Teams
 
 from .calls import Kind, ModelCall
+from .grouping import regroup_generated
 
 if TYPE_CHECKING:
     from .control import Control
@@ -105,6 +106,9 @@ class Recorded:
                 if mask is not None:
                     visible = torch.nn.functional.pad(mask.bool(), (0, number), value=True)
                     step = visible.sum(-1)
+                if number:
+                    before = None if visible is None else visible[:, : seen - 1]
+                    regroup_generated(layers, control.adapters, before, control.config)
                 for layer, rows in zip(layers, self._rows, strict=True):
                     layer.hold(*(part[..., :seen, :] for part in rows))
                 call = ModelCall(Kind.DECODE if number else Kind.REPLAY, layers, visible, step)

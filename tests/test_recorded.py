@@ -101,6 +101,19 @@ def test_padding_changes_nothing(model, santa):
     assert errors[0][1] == errors[1][1]
 
 
+def test_generated_rows_are_grouped_when_decoding_would(santa):
+    """How many rows wait in the suffix depends on no token, so it must be the same at every call."""
+    recorded = santa.prefill(prompt(40)).record(14)
+    santa.configure(latent_santa.SantaConfig(**SMALL, regroup_after=8))
+    found = []
+    for attend in (recorded.attend, lambda: recorded.prompt.generate(max_new_tokens=14, do_sample=False)):
+        santa.reset()
+        attend()
+        found.append([step["suffix"] for step in santa.access.per_step()])
+    assert found[0] == found[1] and found[0][-1] < found[0][7]
+    santa.configure(latent_santa.SantaConfig(**SMALL))
+
+
 def test_refusals(santa, recorded):
     with pytest.raises(ValueError, match="batch of 2 sequences"):
         santa.prefill(torch.cat((prompt(20), prompt(20, seed=3)))).record(2)
