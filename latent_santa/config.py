@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from .backends import BACKENDS
 from .methods import METHODS
 
-Parents = Literal["kmeans", "contiguous"]
+Parents = Literal["kmeans", "contiguous", "probes"]
 Estimator = Literal["per_head", "pooled"]
 Noise = Literal["independent", "shared"]
 Routing = Literal["one_stage", "two_stage"]
@@ -61,7 +61,9 @@ class SantaConfig:
             key and samples rows without replacement; ``"centroid"`` routes clusters of ``parent_size`` rows by their
             mean key (Appendix B.2); ``"dense"`` is the model's own attention through the same patch and cache. The
             others are baselines; each one's module has its rule.
-        parents: how prompt rows are first grouped: ``"kmeans"`` (Algorithm 3) or ``"contiguous"`` (Algorithm 4).
+        parents: how prompt rows are first grouped: ``"kmeans"`` (Algorithm 3), ``"contiguous"`` (Algorithm 4), or
+            ``"probes"``: k-means on how the prompt's last 64 queries score the rows (Appendix B.5). The prefill must
+            keep these queries: it runs under this setting, or through ``santa.prefill``.
         parent_size: P, nominal rows per parent. For ``"centroid"`` it is B, the nominal cluster size.
         representatives: R, most representatives (and so teams) per parent. Must divide P.
         budget: S, the nominal budget. Equation 5 turns it into K = S / (P / R) teams per head. Not a row count.
@@ -151,6 +153,11 @@ class SantaConfig:
         if isinstance(after, bool) or not isinstance(after, Integral):
             raise ValueError(f'regroup_after={after!r}: must be an int, or "auto"')
         object.__setattr__(self, "regroup_after", int(after))
+        if after != 0 and METHODS[self.method].parents(self) == "probes":
+            raise ValueError(
+                f'regroup_after={after}: must be 0 (never) or "auto" with parents="probes", which clusters by queries '
+                "of the prompt's prefill"
+            )
         if after != 0 and after < self.parent_size:
             raise ValueError(
                 f"regroup_after={after}: must be 0 (never) or at least P = parent_size = {self.parent_size}, since a "

@@ -6,12 +6,14 @@ loops these are :func:`latent_santa.naive.kmeans_parents` and :func:`latent_sant
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .kmeans import minibatch_kmeans
+from .rows import Rows
 
 if TYPE_CHECKING:
     from .config import SantaConfig
@@ -85,9 +87,16 @@ def _alike(points: list[Tensor]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def form_parents(points: list[Tensor], member: Tensor, config: SantaConfig) -> list[Tensor]:
-    """Parent partitions of several layers by the configured method; see the two functions above for shapes."""
+def form_parents(points: list[Tensor], rows: Sequence[Rows], member: Tensor, config: SantaConfig) -> list[Tensor]:
+    """Parent partitions of several layers by the configured method; see the two functions above for shapes.
+
+    Args:
+        rows: of each layer; with ``parents="probes"`` their fingerprints are clustered in place of the points.
+    """
     if config.parents == "contiguous":
         spans = contiguous_parents(member, config.parent_size)
         return [spans.to(part.device).expand(-1, part.shape[1], -1) for part in points]
+    if config.parents == "probes":
+        points = [part.fingerprints for part in rows if part.fingerprints is not None]
+        assert len(points) == len(rows), "the caller makes the fingerprints"
     return kmeans_parents(points, member, config.parent_size, config.kmeans_seed, config.kmeans_engine)

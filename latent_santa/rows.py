@@ -17,10 +17,12 @@ class Rows:
         keys: key parts, each ``(B, G, N, D_i)``. GQA has one part, the rotated key. MLA has two, the normalised
             content latent and the shared rotary key; a score is the sum of the parts' products.
         values: ``(B, G, N, V)``. In MLA this is the content latent itself, the same tensor as ``keys[0]``.
+        fingerprints: ``(B, G, N, F)``, what rows are clustered by with ``parents="probes"``; else None.
     """
 
     keys: tuple[Tensor, ...]
     values: Tensor
+    fingerprints: Tensor | None = None
 
     @property
     def length(self) -> int:

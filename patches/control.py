@@ -18,6 +18,7 @@ from latent_santa.access import AccessLedger
 from latent_santa.config import SantaConfig
 from latent_santa.methods import METHODS
 from latent_santa.noise import noise_keys
+from latent_santa.probes import PROBES
 
 from .cache_layer import TeamLayer, adopt_cache
 from .calls import Kind, ModelCall, classify
@@ -98,8 +99,8 @@ class Control:
     def observed(self) -> int:
         """How many queries of a prompt's end are kept: in a prefill for any settings, as many as any method needs."""
         if self.thread.preparing:
-            return max(method.window for method in METHODS.values())
-        return METHODS[self.config.method].window
+            return max(PROBES, *(method.window for method in METHODS.values()))
+        return METHODS[self.config.method].queries(self.config)
 
     def count(self, kind: Kind) -> int:
         """Calls of one kind since the last reset, whatever the settings."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from latent_santa.config import SantaConfig
 from latent_santa.growth import append_, has_room, with_room
 from latent_santa.integers import ceil_div
-from latent_santa.methods import METHODS, Method
+from latent_santa.methods import METHODS
 from latent_santa.parent_records import ParentRecords
+from latent_santa.probes import fingerprints
 from latent_santa.prompt_queries import PromptQueries
 from latent_santa.routing_keys import RoutingKeys, quantise_parts
 from latent_santa.rows import Rows
@@ -61,7 +62,7 @@ def group_waiting(
         if method.window:
             _, rows, member = _span(waiting, theirs, visible, 0, stop)
             member = member & (torch.arange(stop, device=member.device) >= start)
-            queries = [_queries(layers[n], adapters[n], start, stop, visible, method) for n in numbers]
+            queries = [_queries(layers[n], adapters[n], start, stop, visible, config) for n in numbers]
             records: Iterable[Teams | None] = method.build_by_queries(queries, rows, member, config)
         else:
             points, rows, member = _span(waiting, theirs, visible, start, stop)
@@ -69,6 +70,11 @@ def group_waiting(
             member = member & ~early
             spans, mixed = _apart(early, member, start)
             new = replace(new, exact=spans, mixed=mixed)
+            if method.parents(config) == "probes":
+                # the prompt's last queries, also where its last rows stay out of the teams
+                queries = [_queries(layers[n], adapters[n], start, end, visible, config) for n in numbers]
+                pairs = zip(queries, rows, strict=True)
+                rows = [replace(own, fingerprints=fingerprints(asked, own, member)) for asked, own in pairs]
             records = method.build(points, rows, member, config)
         for n, teams in zip(numbers, records, strict=True):
             if teams is not None:
@@ -77,20 +83,23 @@ def group_waiting(
             layers[n].waiting = None
 
 
+@torch.no_grad()
 def _queries(
-    layer: TeamLayer, adapter: Adapter, start: int, stop: int, visible: Tensor | None, method: Method
+    layer: TeamLayer, adapter: Adapter, start: int, stop: int, visible: Tensor | None, config: SantaConfig
 ) -> PromptQueries:
     """The queries of the last tokens of the span, in the rows' own coordinates.
 
     Raises:
         NotImplementedError: the cache does not hold them.
     """
-    held, wanted = layer.observed, min(method.window, stop - start)
+    held, wanted = layer.observed, min(METHODS[config.method].queries(config), stop - start)
     if held is None or held.stop != stop or held.states.shape[2] < wanted:
+        clusters = METHODS[config.method].parents(config) == "probes"
+        what = 'parents="probes" clusters' if clusters else f"method {config.method!r} chooses"
         raise NotImplementedError(
-            f"method {method.name!r} chooses rows by the queries of the prompt's last tokens, and this cache came "
-            f"without those of rows {stop - wanted} to {stop}: it was filled under another method or no patch, or has "
-            "an answer behind the prompt. Fill a new cache under this method, or use santa.prefill, which keeps them"
+            f"{what} rows by the queries of the prompt's last tokens, and this cache came without those of rows "
+            f"{stop - wanted} to {stop}: it was filled under other settings or no patch, or has an answer behind the "
+            "prompt. Fill a new cache under these settings, or use santa.prefill, which keeps them"
         )
     states = held.states[:, :, -wanted:]
     parts = adapter.query(states.transpose(1, 2).flatten(0, 1)[:, :, None])

@@ -38,7 +38,7 @@ def partitions(draw):
         parents = torch.where(member[:, None], labels, -1)
     else:
         config = SantaConfig(parents="contiguous", parent_size=size, representatives=1, budget=size)
-        parents = form_parents([keys], member, config)[0]
+        parents = form_parents([keys], [], member, config)[0]
     return keys, member, parents, draw(st.integers(1, 6))
 
 

@@ -181,7 +181,7 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
     add(
         "--parents",
         type=values(str, "kmeans,contiguous"),
-        help=f"of kmeans (Algorithm 3) and contiguous (Algorithm 4) (default: {parents})",
+        help=f"of kmeans (Algorithm 3), contiguous (Algorithm 4) and probes (Appendix B.5) (default: {parents})",
     )
     add("--parent-size", type=int, help="P, nominal rows per parent (default: 16)")
     add("--representatives", type=int, help="R, most representatives per parent (default: 4)")

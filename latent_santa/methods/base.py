@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..access import Unit, attended_unit
 from ..backends import Backend
+from ..probes import PROBES
 from ..prompt_queries import PromptQueries
 from ..rows import Rows
 from ..step import DecodeStep, Output, Sampling
@@ -96,15 +97,19 @@ class Method:
 
     def regroup_after(self, config: SantaConfig) -> int:
         """Rows that the exact suffix holds at most, before generated rows are grouped as well; 0 for no limit."""
-        if "regroup_after" not in self.settings:
-            return 0
+        if "regroup_after" not in self.settings or self.parents(config) == "probes":
+            return 0  # fingerprints need the queries of a prompt's prefill
         if isinstance(config.regroup_after, int):
             return config.regroup_after
         return max(REGROUP_AFTER[self.parents(config)], config.parent_size)
 
     def parents(self, config: SantaConfig) -> str:
-        """How rows are first grouped, ``"kmeans"`` or ``"contiguous"``."""
+        """How rows are first grouped: ``"kmeans"``, ``"contiguous"`` or ``"probes"``."""
         return config.parents if "parents" in self.settings else "contiguous"
+
+    def queries(self, config: SantaConfig) -> int:
+        """Queries of a prompt's last tokens that its grouping looks at."""
+        return PROBES if self.parents(config) == "probes" else self.window
 
     def per_parent(self, config: SantaConfig) -> int:
         """The most teams of one parent."""

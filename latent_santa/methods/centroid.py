@@ -46,5 +46,5 @@ class Centroid(SantaPlusPlus):
         config: SantaConfig,
         bound: int | None = None,
     ) -> Iterable[Teams | None]:
-        parents = form_parents(list(points), member, config)
+        parents = form_parents(list(points), rows, member, config)
         return (build_centroids(layer, formed, bound) for layer, formed in zip(rows, parents, strict=True))

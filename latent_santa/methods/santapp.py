@@ -88,7 +88,7 @@ class SantaPlusPlus(Method):
         bound: int | None = None,
     ) -> Iterable[Teams | None]:
         """Algorithm 3 or 4, then Algorithm 2; for two stages also what is kept of the parents."""
-        parents = form_parents(list(points), member, config)
+        parents = form_parents(list(points), rows, member, config)
         for part in _stackable(points):
             # one pass over many layers: a pass per layer would be too short to fill a GPU
             formed, layers = parents[part], rows[part]
@@ -121,7 +121,7 @@ class SantaPlusPlus(Method):
 
 def kmeans_fields(config: SantaConfig) -> tuple[str, ...]:
     """Fields of the settings that k-means parents depend on; contiguous parents depend on none."""
-    return ("kmeans_seed", "kmeans_engine") if config.parents == "kmeans" else ()
+    return ("kmeans_seed", "kmeans_engine") if config.parents != "contiguous" else ()
 
 
 def _joined(layers: Sequence[Rows]) -> Rows:
