@@ -61,13 +61,17 @@ def add_grouping_options(parser: argparse.ArgumentParser) -> None:
         help="k-means of the parents; auto: PyTorch for rows on a GPU, else scikit-learn",
     )
     add("--kmeans-seed", type=int, default=0, help="seed of k-means")
-    parser.set_defaults(draws="independent", routing_dtype="model", backend="auto", seed=0)
 
 
 def start(args: argparse.Namespace, defaults: Defaults) -> tuple[ModelSpec, SantaConfig]:
     """The model and what all settings share, once the options are filled in. Raises EvalError."""
+    from latent_santa.config import SantaConfig
+
     spec = options.model_spec(args)
     fill(args, defaults)
+    for name in options.SHARED:  # what only sampling depends on is no option of a diagnostic of groupings
+        if not hasattr(args, name):
+            setattr(args, name, getattr(SantaConfig(), name))
     return spec, options.base_config(args, spec)
 
 
