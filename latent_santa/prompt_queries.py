@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .peers import Peers
 from .rows import Rows, scores
 
 
@@ -18,11 +19,13 @@ class PromptQueries:
         parts: ``(B, G, H, W, D_i)`` float32, one per key part of the rows; the last one is that of row N - 1.
         scale: the attention module's own scaling.
         visible: ``(B, N)`` bool, False for padding tokens and their rows.
+        others: the processes that have the layer's other sharing groups, or None where all groups are here.
     """
 
     parts: tuple[Tensor, ...]
     scale: float
     visible: Tensor
+    others: Peers | None = None
 
     def weights(self, rows: Rows, last: int) -> Tensor:
         """Attention weights of the prompt's ``last`` tokens (W or fewer), summed over them.
@@ -45,3 +48,8 @@ class PromptQueries:
             # of padding tokens every row is hidden, and a softmax over none is NaN
             total += s.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
         return total
+
+    def over_heads(self, weights: Tensor) -> Tensor:
+        """The mean of ``weights (B, G, H, N)`` over all heads of the layer, ``(B, 1, 1, N)``, whoever has them."""
+        mean = weights.mean((1, 2), keepdim=True)
+        return mean if self.others is None else self.others.sum(mean) / self.others.world

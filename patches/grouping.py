@@ -107,9 +107,10 @@ def _queries(
     if visible is None:
         visible = torch.ones(batch, stop, dtype=torch.bool, device=states.device)
     folded = tuple(part.unflatten(0, (batch, wanted)).movedim(1, 3) for part in parts)
-    if adapter.peers is not None and not adapter.groups_apart:
+    others = adapter.peers if adapter.groups_apart else None
+    if adapter.peers is not None and others is None:
         folded = tuple(adapter.peers.joined(part, 2) for part in folded)
-    return PromptQueries(folded, held.scale, visible[:, :stop].to(states.device))
+    return PromptQueries(folded, held.scale, visible[:, :stop].to(states.device), others)
 
 
 def regroup_generated(

@@ -48,6 +48,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"regroup_after": 8, "estimator": "pooled"}),
     ("deepseek_v2", {"method": "gumbel_rows"}),
     ("deepseek_v2", {"method": "snapkv"}),
+    ("deepseek_v2", {"method": "sparq"}),
+    ("qwen2", {"method": "tova"}),
     ("qwen2", {"noise": "shared"}),
     ("qwen2", {"method": "santa"}),
     ("qwen2", {"method": "dense"}),

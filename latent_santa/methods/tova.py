@@ -37,4 +37,4 @@ class Tova(SnapKV):
 
     def votes(self, queries: PromptQueries, rows: Rows, member: Tensor, config: SantaConfig) -> Tensor:
         weights = queries.weights(rows, 1)
-        return weights.mean((1, 2), keepdim=True).expand_as(weights)
+        return queries.over_heads(weights).expand_as(weights)
