@@ -79,6 +79,16 @@ def test_popqa_keeps_rare_subjects_and_asks_no_example_again(copy):
         assert len(set(questions)) == 3 and not any(re.search("[3489]", question) for question in questions)
 
 
+def test_questions_are_drawn_whole_and_prompts_one_by_one(copy):
+    def asked(select: str, n: int) -> list[str]:
+        return [sample.input.rpartition(" ")[2] for sample in load(copy, "triviaqa", n=n, select=select).samples]
+
+    whole = asked("questions", 3)
+    assert len(whole) == 6 and {whole.count(question) for question in whole} == {2}
+    assert len(asked("sample", 5)) == 5 and asked("first", 3) == ["0?", "0?", "1?"]
+    assert len(load(copy, "json_kv", n=3, select="questions").samples) == 3
+
+
 def test_reranking_holds_the_judgements_and_a_perfect_answer_scores_one(copy):
     (sample,) = load(copy, "msmarco", n=1).samples
     ranking = [name for name, _ in sorted((r.split() for r in sample.references), key=lambda pair: -int(pair[1]))]

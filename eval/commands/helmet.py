@@ -29,6 +29,8 @@ the hub, as .parquet or .jsonl with the hub's columns and label numbers: data/ic
 data/icl/nlu_evaluation_data/train, data/icl/banking77/train and test, data/icl/clinc_oos/train and validation; and
 data/infbench/longbook_qa_eng.jsonl and longbook_choice_eng.jsonl of InfiniteBench. A run names all that it lacks.
 
+--select questions draws as HELMET does over documents: --n questions, each with every place of its answer.
+
 --data builtin makes JSON KV retrieval offline, in this project's own wording.
 
 Tasks: {", ".join(HELMET)}. Groups: all, rag (the first four), icl (TREC to CLINC150).
@@ -52,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     add("--tasks", type=word, help="names or groups, separated by commas (default: rag; builtin: json_kv)")
     add("--shots", type=int, default=2, help="examples before the question, where HELMET shows some")
     add("--book-tokenizer", type=word, default=LLAMA, help="tokenizer that books are cut with (infbench tasks)")
-    add_choice_options(prompts, "prompts per task, or as many as there are (default: 500)")
+    add_choice_options(prompts, "prompts per task, or as many as there are (default: 500)", ("questions",))
     add_method_options(parser, "128,256,512", "kmeans")
     add_run_options(parser, "helmet")
     # HELMET's configurations take the chat template for books only

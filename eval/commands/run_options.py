@@ -13,12 +13,12 @@ from latent_santa.eval.commands.options import at_least, path
 FIRST_LOOK = "about two minutes of one CPU core"  # as measured with the tiny model's defaults
 
 
-def add_choice_options(group: Any, number: str) -> None:
-    """Add how prompts are chosen to the group of prompt options. number: what --n is."""
+def add_choice_options(group: Any, number: str, more: tuple[str, ...] = ()) -> None:
+    """Add how prompts are chosen to the group of prompt options. number: what --n is; more: further ways to select."""
     add = group.add_argument
     # Launchers read ahead and take --n for an abbreviation of an option of their own.
     add("--n", "--prompts", type=int, help=f"{number}; write --prompts behind a launcher")
-    add("--select", default="sample", choices=("sample", "first"), help="which records of official data")
+    add("--select", default="sample", choices=("sample", "first", *more), help="which records of official data")
     add("--data-seed", type=int, default=42, help="seed of prompts and of their selection")
     add("--context-limit", type=int, help="positions the model takes, if its configuration says less than it can do")
 

@@ -1,14 +1,15 @@
 """The 13 tasks of HELMET that the paper ran (Tables 2, 8, 9, 10), from the user's copy of the benchmark.
 
 Prompts are those of HELMET's own loaders, to the letter, for the same records; its texts are read from that copy and
-are no part of this package. Two things are this project's: of the tasks over documents n *prompts* are drawn, where
-HELMET draws questions and keeps each with every place of its answer; and data sets that HELMET takes from the hub
-are read from files.
+are no part of this package. Data sets that HELMET takes from the hub are read from files. Of the tasks over documents n
+*prompts* are drawn, as the paper's scores (multiples of 1/500) say of it; HELMET draws n questions and keeps each with
+every place of its answer, which is select="questions" here. The other tasks are drawn as in HELMET.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,8 +100,7 @@ def _items(
     keep = documents.rare if task == "popqa" else None
     questions, *demos = (files.Lines(path, keep) for path in paths)
     hashes |= {f"{task}/{path.name}": lines.sha256 for path, lines in zip(paths, (questions, *demos), strict=True)}
-    order = range(len(questions)) if request.select == "first" else shuffled(len(questions), seed)
-    numbers = list(order)[: request.n]
+    numbers = _chosen(request, questions, over_documents=bool(demos))
     if task in files.BOOKS:
         yield from books.questions(
             questions, task == "infbench_mc", shots, numbers, texts, tokenizer, request.length, seed
@@ -111,6 +111,18 @@ def _items(
         yield from documents.rankings(questions, demos[0].all(), shots, numbers, texts)
     else:
         yield from documents.answers(questions, demos[0].all(), shots, numbers, texts, apart=task == "popqa")
+
+
+def _chosen(request: Request, questions: files.Lines, over_documents: bool) -> list[int]:
+    """Numbers of the chosen records: the first n, n at random, or those of n questions at random."""
+    if request.select == "first":
+        return list(range(min(request.n, len(questions))))
+    if request.select == "sample" or not over_documents:
+        return shuffled(len(questions), request.seed)[: request.n]
+    keys = [documents.key(record) for record in questions.take(range(len(questions)))]
+    every = sorted(set(keys))
+    wanted = set(random.Random(request.seed).sample(every, min(request.n, len(every))))
+    return [number for number, key in enumerate(keys) if key in wanted]
 
 
 def _sample(request: Request, task: str, item: Item, texts: dict[str, str], renderer: Renderer) -> Sample:

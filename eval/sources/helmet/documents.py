@@ -17,6 +17,15 @@ def rare(record: Record) -> bool:
     return math.log10(record["s_pop"]) < POPULAR
 
 
+def key(record: Record) -> str:
+    """What tells one question from another; a file has each several times, its answer in other places."""
+    return record[_key_field(record)]
+
+
+def _key_field(record: Record) -> str:
+    return next(name for name in ("qid", "id", "question") if name in record)
+
+
 def answers(questions: Lines, demos: Sequence[Record], shots: int, numbers: Sequence[int], texts: dict[str, str],
             apart: bool) -> Iterator[Item]:  # fmt: skip
     """NQ, TriviaQA, PopQA, HotpotQA. apart: questions and examples are of one set, so an example is of another key."""
@@ -25,12 +34,12 @@ def answers(questions: Lines, demos: Sequence[Record], shots: int, numbers: Sequ
         return "\n\n".join(texts["passage_template"].format(**passage) for passage in record["ctxs"])
 
     for number, record in zip(numbers, questions.take(numbers), strict=True):
-        key = "id" if "id" in record else "question"
-        own = [demo for demo in demos if demo[key] != record[key]] if apart else demos
+        name = _key_field(record)
+        own = [demo for demo in demos if demo[name] != record[name]] if apart else demos
         shown = "".join(
             texts["demo_template"].format(**{**demo, "documents": passages(demo), "answer": demo["answers"][0]})
             + "\n\n"
-            for demo in (examples(own, key, text_seed(str(record[key])), shots) if shots else ())
+            for demo in (examples(own, name, text_seed(str(record[name])), shots) if shots else ())
         )
         parts = {"demos": shown, "question": record["question"]}
         yield Item(number, passages(record), parts, _flat(record["answers"]))
