@@ -105,6 +105,24 @@ def test_orders_alternate_and_one_that_does_not_fit_is_left_out(
     assert line == "batch 2, 64 cached tokens, transformers: does not fit in the device's memory"
 
 
+def test_rounds_of_a_setting_that_no_longer_fits_stay(
+    model: Any, filled: FilledCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = point(model, filled, "transformers,absorbed_dense", 3)
+    turns = measured.measure()
+    assert [next(turns), next(turns), next(turns)] == ["transformers", "absorbed_dense", "absorbed_dense"]
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(measured, "_bare", full)
+    assert next(turns) == "transformers"
+    monkeypatch.undo()
+    assert list(turns) == ["absorbed_dense"]
+    result = measured.results["transformers"]
+    assert len(result["generate_ms"]) == 1 and result["dropped"] == "does not fit in the device's memory"
+
+
 def test_no_round_begins_after_the_time_is_over(model: Any, filled: FilledCache) -> None:
     measured = Point(model, filled, 2, 64, [setting("absorbed_dense", {})], Plan(4, 3, 0.0), {})
     assert list(measured.measure()) == ["absorbed_dense"]

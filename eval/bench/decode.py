@@ -162,6 +162,8 @@ class Point:
         self._dropped.add(setting.name)
         if not result["bare_ms"]:
             self.results[setting.name] = {"missing": reason}
+        else:
+            result["dropped"] = reason  # its rounds up to here stay
 
     @torch.no_grad()
     def _attempt(self, setting: Setting, result: dict[str, Any]) -> str | None:
@@ -190,6 +192,7 @@ class Point:
         result["bare_ms"].append(bare)
         result["generate_ms"].append(generated)
         result |= _facts(model, santa)
+        result.pop("dropped", None)
         return None
 
     def _bare(self, model: Any, cache: Any) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SETTINGS = "transformers,dense,absorbed_dense,per_head,pooled"
 SHAPES = ("deepseek-v2-lite", "qwen2.5-7b", "deepseek-v2-236b-layer", "small")
 # what a resumed run must have in common with the one before
-SAME = ("device", "torch", "triton", "transformers", "shape", "layers", "dtype", "settings", "budget", "parents",
+SAME = ("device", "torch", "triton", "transformers", "fa3", "shape", "layers", "dtype", "settings", "budget", "parents",
         "parents_per_head", "config", "fill")  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
     add("--parents", default="contiguous", choices=("contiguous", "kmeans"), help="of settings without +kmeans")
     add("--parents-per-head", type=int, default=64, metavar="K1", help="parents per head that +two_stage samples")
     add("--steps", type=int, default=16, help="timed steps of a turn; slow steps take fewer, at least 4")
-    add("--repeats", type=int, default=5, help="rounds in which every setting has a turn; and timed prefills")
+    add("--repeats", type=int, default=3, help="rounds in which every setting has a turn; and timed prefills")
     add("--minutes", type=float, help="begin no round after this long; every setting has one in any case")
     add(
         "--fill",
@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.bench.facts import facts
     from latent_santa.eval.bench.shapes import random_model
     from latent_santa.eval.report.tables import output_console
+    from latent_santa.eval.run.environment import environment
     from latent_santa.eval.run.models import ModelSpec, check_device
     from latent_santa.eval.run.store import check_writable
 
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     found = facts(device, weights="random", shape=args.shape, layers=config.num_hidden_layers, dtype=args.dtype,
                   settings=",".join(args.settings), budget=args.budget, parents=args.parents,
                   parents_per_head=args.parents_per_head, config=args.config.used() if args.config else None,
-                  fill=args.fill, steps=args.steps)  # fmt: skip
+                  fill=args.fill, steps=args.steps, fa3=environment().get("fa3-fwd"))  # fmt: skip
     points = _earlier(args, found)
     console = output_console()
     console.print(f"{args.shape}, {config.num_hidden_layers} layers, random weights, {args.dtype}, {found['device']}")
@@ -167,8 +168,9 @@ def _turn_line(point: dict[str, Any], name: str) -> str:
     from latent_santa.eval.bench.decode_report import heading
 
     result = point["results"][name]
-    if result.get("missing"):
-        return f"{heading(point)}, {name}: {result['missing']}"
+    reason = result.get("missing") or result.get("dropped")
+    if reason:
+        return f"{heading(point)}, {name}: {reason}"
     return f"{heading(point)}, {name}: generate {result['generate_ms'][-1]:.2f} ms, step {result['bare_ms'][-1]:.2f} ms"
 
 

@@ -12,7 +12,7 @@ from latent_santa import __version__
 
 PACKAGES = (
     "latent-santa", "torch", "triton", "transformers", "tokenizers", "numpy", "scikit-learn", "bitsandbytes",
-    "datasets",
+    "datasets", "fa3-fwd",
 )  # fmt: skip
 
 
