@@ -35,8 +35,8 @@ class FakeClock:
     def captured(self, launch: Any) -> Any:
         return launch
 
-    def paired(self, methods: dict[str, Any]) -> dict[str, list[float]]:
-        for launch in methods.values() if "attend" in methods else ():
+    def paired(self, methods: dict[str, Any], in_order: bool = False) -> dict[str, list[float]]:
+        for launch in methods.values() if in_order else ():
             launch()
         return {name: [10.0 * n + r for r in range(3)] for n, name in enumerate(methods, 1)}
 

@@ -33,8 +33,8 @@ class Clock(Protocol):
     def captured(self, launch: Launch) -> Launch:
         """The call as a CUDA graph."""
 
-    def paired(self, methods: dict[str, Launch]) -> dict[str, list[float]]:
-        """Each method's round medians, microseconds."""
+    def paired(self, methods: dict[str, Launch], in_order: bool = False) -> dict[str, list[float]]:
+        """Each method's round medians, microseconds; ``in_order``: never in reverse."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ def measure(
     if with_stages:
         for setting, entry in zip(settings, record["sampled"], strict=True):
             parts = stages(loads[setting], setting, spaces[setting])
-            rounds = clock.paired({name: clock.captured(call) for name, call in parts.items()})
+            # a stage clears what later ones mark, so in reverse they would be timed on nothing
+            rounds = clock.paired({name: clock.captured(call) for name, call in parts.items()}, in_order=True)
             entry["stages_us"] = {name: statistics.median(times) for name, times in rounds.items()}
     _set_goals(record)
     return record

@@ -54,11 +54,12 @@ class DeviceClock:
 
         return graphed
 
-    def paired(self, methods: dict[str, Launch]) -> dict[str, list[float]]:
-        """Each method's round medians in microseconds; methods take turns call by call."""
+    def paired(self, methods: dict[str, Launch], in_order: bool = False) -> dict[str, list[float]]:
+        """Each method's round medians in microseconds; methods take turns call by call, in reverse every other round
+        unless ``in_order``."""
         medians: dict[str, list[float]] = {name: [] for name in methods}
         for number in range(self.rounds.rounds):
-            order = list(methods) if number % 2 == 0 else list(reversed(methods))
+            order = list(methods) if in_order or number % 2 == 0 else list(reversed(methods))
             for name in order:
                 for _ in range(self.rounds.warmup):
                     methods[name]()
