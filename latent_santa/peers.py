@@ -68,7 +68,8 @@ class Peers:
         if self.rank:
             record = apart.unpacked(box[0], device)
         for tensor in apart.tensors:
-            dist.broadcast(tensor, src=source, group=self.group)
+            # as bytes: NCCL knows no int16
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=self.group)
         return record
 
 
