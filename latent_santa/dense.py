@@ -42,12 +42,13 @@ class Seen:
     """A padding mask in the forms that kernels take.
 
     Attributes:
-        start, stop: ``(B,)`` int32, first visible row and the row after the last.
+        start, stop: ``(B,)`` int32, first visible row and the row after the last; no start where it is 0 in every
+            sequence, so that kernels need not look for it.
         bias: ``(B, 1, 1, N)`` in the rows' dtype, 0 for visible rows and -inf for others.
         unbroken: whether each sequence's visible rows are one span.
     """
 
-    start: Tensor
+    start: Tensor | None
     stop: Tensor
     bias: Tensor
     unbroken: bool
@@ -103,7 +104,8 @@ class FlashAttention3(Operator):
         *content, keys = (part.transpose(1, 2) for part in step.rows.keys)
         options: dict[str, Any] = {"qv": first[0]} if content else {}
         if seen is not None:
-            options |= {"cache_seqlens": seen.stop, "cache_leftpad": seen.start}
+            options |= {"cache_seqlens": seen.stop}
+            options |= {} if seen.start is None else {"cache_leftpad": seen.start}
         values = step.rows.values.transpose(1, 2)
         kernel: Any = _fa3()
         out, lse, *_ = kernel(
@@ -166,7 +168,7 @@ _seen: WeakKeyDictionary[Ahead, dict[torch.device, Seen]] = WeakKeyDictionary()
 class _Thread(threading.local):
     # of the thread's last call outside of a capture, which cannot read the mask on the host. What is captured has run
     # before, on the same rows
-    unbroken = False
+    unbroken, padded = False, True
     used: str | None = None
 
 
@@ -199,7 +201,13 @@ def _operator(step: DecodeStep, seen: Seen | None) -> Operator:
         return OPERATORS[-1]
     shapes = (step.batch, step.groups, step.heads, *(part.shape[-1] for part in step.query), values.shape[-1])
     # rows grow by one a step without a mask: nothing changes before they have doubled
-    key = (values.device, values.dtype, shapes, step.rows.length.bit_length(), seen and seen.unbroken)
+    key = (
+        values.device,
+        values.dtype,
+        shapes,
+        step.rows.length.bit_length(),
+        seen and (seen.unbroken, seen.start is None),
+    )
     if key not in _chosen:
         able = [operator for operator in OPERATORS if operator.reason_not(step, seen) is None]
         if torch.cuda.is_current_stream_capturing():
@@ -255,9 +263,11 @@ def _forms(visible: Tensor, dtype: torch.dtype) -> Seen:
     start = torch.where(visible, place, visible.shape[1]).amin(-1)
     stop = torch.where(visible, place + 1, 0).amax(-1)
     if not visible.is_cuda or not torch.cuda.is_current_stream_capturing():
-        _thread.unbroken = bool((visible.sum(-1) == (stop - start).clamp_min(0)).all())
+        broken = visible.sum(-1) != (stop - start).clamp_min(0)
+        found = torch.stack((broken.any(), start.any())).tolist()  # one wait for both
+        _thread.unbroken, _thread.padded = not found[0], found[1]
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-    return Seen(start.int(), stop.int(), bias[:, None, None], _thread.unbroken)
+    return Seen(start.int() if _thread.padded else None, stop.int(), bias[:, None, None], _thread.unbroken)
 
 
 def _halved(step: DecodeStep) -> list[Tensor]:

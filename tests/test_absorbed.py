@@ -83,7 +83,8 @@ def paged_like_fa3(q, keys, values, qv=None, cache_seqlens=None, cache_leftpad=N
     group = heads // keys.shape[2]
     out, lse = q.new_empty(batch, 1, heads, values.shape[-1]), torch.empty(batch, heads, 1)
     for b in range(batch):
-        rows = slice(0, None) if cache_seqlens is None else slice(int(cache_leftpad[b]), int(cache_seqlens[b]))
+        first = 0 if cache_leftpad is None else int(cache_leftpad[b])
+        rows = slice(first, None if cache_seqlens is None else int(cache_seqlens[b]))
         for h in range(heads):
             s = keys[b, rows, h // group].float() @ q[b, 0, h].float()
             if qv is not None:
@@ -112,6 +113,7 @@ def test_a_mask_is_brought_into_the_forms_that_kernels_take():
     seen = dense._forms(visible, torch.bfloat16)
     assert seen.start[:2].tolist() == [2, 0] and seen.stop.tolist() == [5, 6, 0] and seen.unbroken
     assert seen.bias.shape == (3, 1, 1, 6) and seen.bias.isinf()[:, 0, 0].equal(~visible)
+    assert dense._forms(visible[1:2], torch.bfloat16).start is None
     holed = visible.clone()
     holed[1, 3] = False
     seen = dense._forms(holed, torch.bfloat16)
