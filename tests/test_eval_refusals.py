@@ -250,6 +250,8 @@ def test_help_imports_no_torch_and_names_tasks_and_an_example():
         "recommend": ["Example: latent-santa recommend", "(default: contiguous)"],
         "compare": ["Example: latent-santa compare", "Equation 14", "(default: per_head,pooled)"],
         "report": ["Example: latent-santa report"],
+        "helmet": ["Example: latent-santa helmet", "infbench_mc", "data/icl/trec/train", "--select questions"],
+        "longbench": ["Example: latent-santa longbench", "data.json from huggingface.co", "Final Answer: [X]"],
     }.items():
         shown = subprocess.run(
             [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=60, check=True

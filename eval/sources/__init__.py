@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.errors import EvalError
 
-from . import builtin, helmet, hub, jsonl, longbench, shapes
+from . import builtin, hub, jsonl, longbench, shapes
 from .haystack import open_haystack
 from .request import Loaded, Request, choose
 from .tasks import Family
@@ -38,6 +38,8 @@ def load_samples(
     """All samples of a request; calls `advance(task)` after each. Raises EvalError, early where it can."""
     kind = family(request.data, tiny)
     if kind == "helmet":
+        from . import helmet  # it imports numpy, which --help can do without
+
         return helmet.load(request, renderer, advance)
     if kind == "longbench":
         return longbench.load(request, renderer, advance)
