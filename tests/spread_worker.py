@@ -104,6 +104,7 @@ def exchanges(rank: int, device: torch.device) -> list[Any]:
 
     peers = Peers(torch.distributed.group.WORLD, rank, 2)
     record = {
+        "short": torch.tensor([rank - 2], device=device).short()[0],
         "rows": torch.arange(3 + rank, device=device).view(-1, 1).expand(-1, 2)[:, 1:],
         "bound": [rank],
         "name": (rank, None),
@@ -112,7 +113,7 @@ def exchanges(rank: int, device: torch.device) -> list[Any]:
     part = torch.full((1, 2), rank, device=device)
     flags = torch.tensor([rank == 0, False, True], device=device)
     return [
-        {name: value.tolist() if name == "rows" else value for name, value in firsts.items()},
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in firsts.items()},
         peers.joined(part, 1).tolist(),
         peers.own(peers.joined(part, 1), 1).tolist(),
         peers.any(flags).tolist(),

@@ -50,7 +50,7 @@ def test_teams_are_the_first_processs(models: dict[str, Any], both: list[dict[st
 
 
 def test_exchanges(both: list[dict[str, Any]]) -> None:
-    record = {"rows": [[0], [1], [2]], "bound": [0], "name": [0, None]}
+    record = {"short": -2, "rows": [[0], [1], [2]], "bound": [0], "name": [0, None]}
     for rank, two in enumerate(both):
         assert two["exchanges"] == [record, [[0, 0, 1, 1]], [[rank, rank]], [True, False, True], [[rank, rank]]]
 
