@@ -19,19 +19,22 @@ from .parent_records import ParentRecords
 from .teams import Room, Teams
 
 
-def with_room(teams: Teams, spans: int, parent_size: int, per_parent: int) -> Teams:
-    """A copy of the records with room for so many more contiguous parents; room that they had is filled or given up.
+def with_room(teams: Teams, spans: int, parent_size: int, per_parent: int, even: bool = True) -> Teams:
+    """A copy of the records with room for so many more parents; room that they had is filled or given up.
 
     Args:
         teams: the records; they stay as they are.
         spans: parents that there is to be room for.
-        parent_size: P, the most rows of one.
+        parent_size: P, rows of one on average.
         per_parent: the most teams of one, R.
+        even: whether P is also the most rows of one: true of contiguous parents.
     """
     old = teams.room
     count = 0 if teams.parents is None else teams.parents.C if old is None else old.parents
-    bound = teams.row_bound if old is None else joined_bound(old.bound, old.filled, old.parent_size, old.per_parent)
-    room = Room(teams.covered, teams.most_teams, count, spans, parent_size, per_parent, bound)
+    bound = teams.row_bound
+    if old is not None:
+        bound = joined_bound(old.bound, old.filled, old.parent_size, old.per_parent, old.even)
+    room = Room(teams.covered, teams.most_teams, count, spans, parent_size, per_parent, even, bound)
     rows, M = room.rows + spans * parent_size, room.teams + spans * per_parent
 
     def flat(tensor: Tensor, size: int, unused: int) -> Tensor:
@@ -58,7 +61,7 @@ def with_room(teams: Teams, spans: int, parent_size: int, per_parent: int) -> Te
         count=teams.count.clone(),
         team_of_row=flat(teams.team_of_row, rows, -1),
         representative=flat(teams.representative, M, -1),
-        row_bound=joined_bound(bound, spans, parent_size, per_parent),
+        row_bound=joined_bound(bound, spans, parent_size, per_parent, even),
         routing_keys=tuple(part.resized(along(M)) for part in teams.routing_keys),
         parents=parents,
         room=room,
@@ -124,24 +127,27 @@ def _writer(place: Tensor) -> Callable[[Tensor, Tensor], None]:
 
 
 # the last one made: layers that were built together share their list, which is long
-_made: tuple[list[int], tuple[int, int, int], list[int]] = ([], (0, 0, 0), [])
+_made: tuple[list[int], tuple[int, int, int, bool], list[int]] = ([], (0, 0, 0, True), [])
 
 
-def joined_bound(bound: list[int], parents: int, parent_size: int, per_parent: int) -> list[int]:
-    """The most rows that n = 1, 2, ... teams hold, of teams bounded by ``bound`` and of contiguous parents.
+def joined_bound(bound: list[int], parents: int, parent_size: int, per_parent: int, even: bool = True) -> list[int]:
+    """The most rows that n = 1, 2, ... teams hold, of teams bounded by ``bound`` and of the parents' teams.
 
-    One team of a parent holds at most P - R + 1 of its P rows, since the other R - 1 have a row each, and every further
-    one then a row more. The largest increments of both bounds come first; a bound that grew in another order is not
-    exceeded by them.
+    One team of an even parent holds at most P - R + 1 of its P rows, since the other R - 1 have a row each, and every
+    further one then a row more; one team of other parents may hold all of their rows. The largest increments of both
+    bounds come first; a bound that grew in another order is not exceeded by them.
     """
     global _made
     if not parents:
         return bound
-    asked, kept = (parents, parent_size, per_parent), _made
+    asked, kept = (parents, parent_size, per_parent, even), _made
     if kept[0] is bound and kept[1] == asked:
         return kept[2]
     more = [b - a for a, b in zip([0, *bound], bound, strict=False)]
-    more += [parent_size - per_parent + 1] * parents + [1] * (parents * (per_parent - 1))
+    if even:
+        more += [parent_size - per_parent + 1] * parents + [1] * (parents * (per_parent - 1))
+    else:
+        more += [parents * parent_size] + [0] * (parents * per_parent - 1)
     total, found = 0, []
     for rows in sorted(more, reverse=True):
         total += rows

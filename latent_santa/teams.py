@@ -29,7 +29,8 @@ class Room:
         rows: cache rows grouped so far.
         teams, parents: the most that any sequence and group has so far.
         spans: parents that the room is for, and those filled in so far.
-        parent_size, per_parent: the most rows and teams of one of them.
+        parent_size, per_parent: the most rows and teams of one of them on average.
+        even: whether no parent has more, as contiguous ones.
         bound: :attr:`Teams.row_bound` of what was there before.
         shared: whether somebody else keeps these records, so that nothing more may be written into them.
     """
@@ -40,6 +41,7 @@ class Room:
     spans: int
     parent_size: int
     per_parent: int
+    even: bool
     bound: list[int]
     filled: int = 0
     shared: bool = False

@@ -118,9 +118,9 @@ def regroup_generated(
 ) -> None:
     """Group the oldest rows of exact suffixes that have reached ``regroup_after`` rows.
 
-    With contiguous parents these are whole parents, as few as leave less than ``regroup_after`` rows; their teams are
-    written into room behind the records, and nothing waits for the device. With k-means they are all rows, clustered
-    and joined like a further turn. Arguments as in :func:`group_waiting`, which comes first.
+    With contiguous parents these are whole parents, as few as leave less than ``regroup_after`` rows, and nothing waits
+    for the device. With k-means they are all rows, clustered like a further turn. The teams are written into room
+    behind the records. Arguments as in :func:`group_waiting`, which comes first.
     """
     method = METHODS[config.method]
     after = method.regroup_after(config)
@@ -128,23 +128,17 @@ def regroup_generated(
         layer.limit = after if layer.grouped.teams is not None else 0
     if not after:
         return
-    full = [n for n, layer in enumerate(layers) if layer.limit and layer.open_rows >= after]
-    if method.parents(config) == "kmeans":
-        for n in full:
-            layers[n].waiting = (layers[n].grouped.stop, layers[n].get_seq_length())
-        if full:
-            group_waiting(layers, adapters, visible, config)
-        return
+    even, size = method.parents(config) == "contiguous", config.parent_size
     jobs: dict[tuple[torch.device, int, int], list[int]] = {}
-    for n in full:
-        start, size = layers[n].grouped.stop, config.parent_size
-        stop = start + size * ceil_div(layers[n].open_rows - after + 1, size)
-        jobs.setdefault((layers[n].keys.device, start, stop), []).append(n)
+    for n, layer in enumerate(layers):
+        if layer.limit and layer.open_rows >= after:
+            rows = size * ceil_div(layer.open_rows - after + 1, size) if even else layer.open_rows
+            jobs.setdefault((layer.keys.device, layer.grouped.stop, layer.grouped.stop + rows), []).append(n)
     for (_, start, stop), numbers in jobs.items():
-        spans = (stop - start) // config.parent_size
+        spans = _parents_of(stop - start, config)
         span = _span([layers[n] for n in numbers], [adapters[n] for n in numbers], visible, start, stop)
         seen = None if visible is None else visible[:, :stop]
-        for n, teams in zip(numbers, method.build(*span, config, spans), strict=True):
+        for n, teams in zip(numbers, method.build(*span, config, spans if even else None), strict=True):
             assert teams is not None
             old = _roomy(layers[n], spans, config)
             append_(old, _coded(_agreed(teams, adapters[n]), old, config), start, spans)
@@ -153,14 +147,18 @@ def regroup_generated(
 
 def make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> None:
     """Give records room for the teams of all rows that the cache may hold before it moves."""
-    method = METHODS[config.method]
     for layer in layers:
-        if layer.limit and method.parents(config) == "contiguous":
-            _roomy(layer, (layer.room - layer.grouped.stop) // config.parent_size, config)
+        if layer.limit:
+            _roomy(layer, _parents_of(layer.room - layer.grouped.stop, config), config)
+
+
+def _parents_of(rows: int, config: SantaConfig) -> int:
+    """The most parents that a span of rows forms (Algorithm 3, line 3, asks for two at least)."""
+    return max(2 if METHODS[config.method].parents(config) == "kmeans" else 0, ceil_div(rows, config.parent_size))
 
 
 def _roomy(layer: TeamLayer, spans: int, config: SantaConfig) -> Teams:
-    """The layer's records, with room for ``spans`` more contiguous parents; copied where there is too little.
+    """The layer's records, with room for ``spans`` more parents; copied where there is too little.
 
     New room is for an eighth of the grouped rows, or 256, so that copies are few and little padding is scored.
     """
@@ -170,7 +168,8 @@ def _roomy(layer: TeamLayer, spans: int, config: SantaConfig) -> Teams:
         method = METHODS[config.method]
         rows = max(LEAST_ROOM, teams.covered // 8)
         most = max(spans, ceil_div(rows, config.parent_size))
-        teams = with_room(teams, most, config.parent_size, method.per_parent(config))
+        even = method.parents(config) == "contiguous"
+        teams = with_room(teams, most, config.parent_size, method.per_parent(config), even)
         layer.grouped = replace(layer.grouped, teams=teams)
     return teams
 

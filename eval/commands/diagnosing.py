@@ -83,8 +83,12 @@ def fill(args: argparse.Namespace, defaults: Defaults) -> None:
     options.at_least(args, length=1, n=1, calls=1, data_seed=0)
 
 
-def run(args: argparse.Namespace, diagnostic: Diagnostic, spec: ModelSpec, base: SantaConfig) -> int:
-    """Check everything, measure what is missing, write JSON, Markdown and pictures, and show the table."""
+def run(args: argparse.Namespace, diagnostic: Any, spec: ModelSpec, base: SantaConfig, measure: Any = None) -> int:
+    """Check everything, measure what is missing, write JSON, Markdown and pictures, and show the table.
+
+    diagnostic: a :class:`~latent_santa.eval.diagnose.work.Diagnostic`, or what ``measure`` takes in its place.
+    measure: what measures it, with the arguments of :func:`~latent_santa.eval.diagnose.work.measure`.
+    """
     import json
     from pathlib import Path
 
@@ -92,7 +96,8 @@ def run(args: argparse.Namespace, diagnostic: Diagnostic, spec: ModelSpec, base:
 
     from latent_santa.eval.diagnose import prompts as prompts_of
     from latent_santa.eval.diagnose.folder import Folder
-    from latent_santa.eval.diagnose.work import markdown, measure, summarise
+    from latent_santa.eval.diagnose.work import markdown, summarise
+    from latent_santa.eval.diagnose.work import measure as measure_recorded
     from latent_santa.eval.report.plots import NoPicture
     from latent_santa.eval.run import models
     from latent_santa.eval.run.locks import run_lock
@@ -120,7 +125,7 @@ def run(args: argparse.Namespace, diagnostic: Diagnostic, spec: ModelSpec, base:
         folder.begin(settings, {prompt.name: prompt.digest for prompt in prompts})
         console = Console(stderr=True)
         try:
-            measure(diagnostic, folder, spec, tokenizer, base, prompts, args.calls, console)
+            (measure or measure_recorded)(diagnostic, folder, spec, tokenizer, base, prompts, args.calls, console)
         except KeyboardInterrupt as stop:
             told = f"results up to here are kept in {folder.directory}; the same command continues them"
             raise KeyboardInterrupt(told) from stop

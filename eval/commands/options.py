@@ -155,7 +155,9 @@ def add_prompt_options(parser: argparse.ArgumentParser, length: int | None, show
     return group
 
 
-def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: str) -> None:
+def add_method_options(
+    parser: argparse.ArgumentParser, budgets: str, parents: str, several_regroupings: bool = False
+) -> None:
     """Add the settings of the method; the texts say the defaults of --budgets and --parents by model."""
     group = parser.add_argument_group("method (Section 2, Appendix A)")
     add = group.add_argument
@@ -235,8 +237,8 @@ def add_method_options(parser: argparse.ArgumentParser, budgets: str, parents: s
     )
     add(
         "--regroup-after",
-        type=regrouping,
-        default="auto",
+        type=values(regrouping, "0,64") if several_regroupings else regrouping,
+        default="0,auto" if several_regroupings else "auto",
         metavar="ROWS",
         help="most generated rows that stay exact before they are grouped into teams too; 0: no limit (the paper)",
     )

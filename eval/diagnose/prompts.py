@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from latent_santa.eval.errors import EvalError
-from latent_santa.eval.run import sizes
+from latent_santa.eval.run import scoring, sizes
 from latent_santa.eval.run.models import ModelSpec
 from latent_santa.eval.run.render import Renderer
+from latent_santa.eval.run.store import Prompt
 from latent_santa.eval.sources import Request, load_samples
+from latent_santa.eval.sources.samples import Sample
 from latent_santa.patches.limits import context_limit
 
 OWN = "own prompts"
@@ -21,12 +23,16 @@ OWN = "own prompts"
 
 @dataclass(frozen=True)
 class DiagnosticPrompt:
-    """One prompt: its name, such as "fwe/000001", its task (or `OWN`), its token ids and its cap on new tokens."""
+    """One prompt: its name, such as "fwe/000001", its task (or `OWN`), its token ids and its cap on new tokens.
+
+    ``scored`` gives an answer's token ids their score in [0, 1]; None where nothing is known to be right.
+    """
 
     name: str
     task: str
     ids: list[int]
     most_new_tokens: int
+    scored: Callable[[list[int]], float] | None = field(default=None, compare=False)
 
     @property
     def digest(self) -> str:
@@ -46,10 +52,21 @@ def from_source(request: Request, renderer: Renderer, tiny: bool, limit: int | N
     """Prompts of tasks. Raises EvalError for those that do not fit."""
     found = []
     for sample in load_samples(request, renderer, tiny).samples:
-        renderer.prompt(sample, limit)  # refuses what does not fit
+        prompt = renderer.prompt(sample, limit)  # refuses what does not fit
         ids = renderer.encode(sample.input, sample.answer_prefix)
-        found.append(DiagnosticPrompt(sample.id, sample.task, ids, sample.max_new_tokens))
+        scored = _scorer(sample, prompt, renderer)
+        found.append(DiagnosticPrompt(sample.id, sample.task, ids, sample.max_new_tokens, scored))
     return found
+
+
+def _scorer(sample: Sample, prompt: Prompt, renderer: Renderer) -> Callable[[list[int]], float]:
+    opened = scoring.opening(renderer.frozen(prompt), sample.answer_prefix)
+
+    def scored(answer: list[int]) -> float:
+        text = renderer.tokenizer.decode(answer, skip_special_tokens=True)
+        return scoring.score(text, sample.references, sample.metric, opened)
+
+    return scored
 
 
 def check_room(prompts: Sequence[DiagnosticPrompt], calls: int, least_rows: int, config: Any, spec: ModelSpec) -> None:

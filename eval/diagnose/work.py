@@ -80,14 +80,8 @@ def measure(
     left = sum(map(len, waiting.values()))
     if not left:
         return
-    model = load(spec, tokenizer).model
-    make_greedy(model, tokenizer)
-    device = model.get_input_embeddings().weight.device
-    try:
-        handle = latent_santa.patch(model, base)
-    except NotImplementedError as error:
-        raise EvalError(f"--model {spec.name}: {error}") from error
-    with handle as santa, Progress(console) as bar, torch.inference_mode():
+    with patched(spec, tokenizer, base) as santa, Progress(console) as bar, torch.inference_mode():
+        device = santa.model.get_input_embeddings().weight.device
         bar.stage(diagnostic.name, total, total - left)
         for prompt in prompts:
             if not waiting[prompt.name]:
@@ -104,6 +98,16 @@ def measure(
                 folder.append(found | diagnostic.measure(santa, recorded, key))
                 bar.step(f"{prompt.name} {key}")
         bar.end_stage()
+
+
+def patched(spec: ModelSpec, tokenizer: Any, base: SantaConfig) -> SantaHandle:
+    """The model, loaded, greedy and patched. Raises EvalError for one that cannot be."""
+    model = load(spec, tokenizer).model
+    make_greedy(model, tokenizer)
+    try:
+        return latent_santa.patch(model, base)
+    except NotImplementedError as error:
+        raise EvalError(f"--model {spec.name}: {error}") from error
 
 
 def summarise(diagnostic: Diagnostic, folder: Folder, prompts: Sequence[DiagnosticPrompt]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..config import SantaConfig
 
 # what regroup_after="auto" is; chosen by eval/results/long_generation
-REGROUP_AFTER = {"contiguous": 64, "kmeans": 512}
+REGROUP_AFTER = {"contiguous": 128, "kmeans": 256}
 
 Choose = Callable[[DecodeStep, Sampling], Backend]
 
