@@ -30,6 +30,7 @@ def finished(tmp_path_factory, model) -> Path:
     [
         (["--tasks", "niah_single_9"], "unknown task 'niah_single_9'"),
         (["--data", "web"], "choose builtin, hub or jsonl:DIR"),
+        (["--data", "helmet:DIR"], "these prompts have a command of their own, latent-santa helmet"),
         (["--methods", "dense,magic"], "unknown method 'magic'"),
         (["--budgets", "10"], "divisible by P/R"),
         (["--budgets", "many"], "'many': give values separated by commas, such as 128,256"),

@@ -87,6 +87,9 @@ def fill_defaults(args: argparse.Namespace) -> list[str]:
     Returns the options that were filled in for a first look at the tiny model. Raises EvalError for numbers that make
     no sense.
     """
+    kind = args.data.partition(":")[0]
+    if kind in ("helmet", "longbench"):
+        raise EvalError(f"--data {args.data}: these prompts have a command of their own, latent-santa {kind}")
     tiny, filled = args.model == TINY, []
     for name, value in (TINY_DEFAULTS if tiny else DEFAULTS).items():
         if getattr(args, name) is None:

@@ -1,4 +1,8 @@
-"""Sources of prompts behind one reader: builtin generators, RULER's own files, the hub's copy, the tiny model's own."""
+"""Sources of prompts behind one reader: builtin generators, the tiny model's own, RULER's files or the hub's copy of
+them, HELMET's and LongBench's files.
+
+A new source is a function from a `Request` to `Loaded`, a line in `family`, and one in `load_samples`.
+"""
 
 from __future__ import annotations
 
