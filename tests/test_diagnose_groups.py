@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from latent_santa.eval.diagnose.distances import CONTIGUOUS, KMEANS, RANDOM, Dis
 from latent_santa.eval.diagnose.jensen import BINS, MEAN_KEY, REPRESENTATIVE, STEP, Jensen, quantile
 from latent_santa.eval.diagnose.jensen_examples import SHAPES, examples, ratio
 from latent_santa.eval.diagnose.windows import effectiveness
+from latent_santa.eval.run import models
 
 from .diagnose_cases import LENGTH, recorded
 from .eval_support import save_random_model
@@ -137,3 +139,27 @@ def test_prompts_too_short_for_windows_are_refused(monkeypatch, capsys, tmp_path
     words = ["--length", "400", "--n", "1", "--out", str(tmp_path / "run")]
     assert main(["diagnose", "windows", "--model", "builtin:tiny", *words]) == 2
     assert "tokens, and at least 513 are needed" in capsys.readouterr().err
+
+
+def test_probes_make_a_run_with_bars_and_paired_differences(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = "--data builtin --tasks vt,facts_1 --length 256 --n 2 --budgets 16 --methods dense,santa++".split()
+    command = ["diagnose", "probes", "--model", model, *words, "--no-plot"]
+    assert main(command) == 0
+    out = tmp_path / "out" / f"diagnose-probes-{Path(model).name}"
+    found = json.loads((out / "probes.json").read_text())
+    scores = {}
+    for path in (out / "results").glob("*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            scores[path.stem, line["id"]] = line["score"]
+    slugs = sorted({slug for slug, _ in scores})
+    keys, probes = (next(slug for slug in slugs if kind in slug) for kind in ("k-means", "probes"))
+    assert len(slugs) == 3 and list(found["tasks"]) == ["vt", "facts_1"]
+    for task, lines in found["tasks"].items():
+        line = next(line for line in lines if "probes" in line["name"])
+        ids = [name for slug, name in scores if slug == keys and name.startswith(task)]
+        wanted = 100 * np.mean([scores[probes, name] - scores[keys, name] for name in ids])
+        assert line["difference"]["value"] == pytest.approx(wanted) and len(ids) == 2
+    assert (out / "probes.md").read_text().count("\n| SANTA++ probes 16/4 per head | 16 |") == 2
+    monkeypatch.setattr(models, "load", None)
+    assert main(command) == 0  # everything is there: no model is loaded

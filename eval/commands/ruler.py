@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from latent_santa.eval.commands.options import Help, add_method_options, add_model_options, add_prompt_options, word
@@ -56,16 +57,27 @@ def add_parser(subparsers: Any) -> None:
         description=DESCRIPTION,
         formatter_class=Help,
     )
-    add_model_options(parser)
-    prompts = add_prompt_options(parser, None, _default("length"))
+    add_options(parser, _default, "ruler")
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser, shown: Callable[[str], str], command: str, model: str = "") -> None:
+    """Add the options of a run over RULER's tasks, for this command and for others that make one.
+
+    shown    the text of an option's default, by its name
+    command  what a new folder is called after
+    model    the default of --model; none: it must be given
+    """
+    add_model_options(parser, default=model or None)
+    prompts = add_prompt_options(parser, None, shown("length"))
     add = prompts.add_argument
     add("--data", type=word, default="builtin", help="builtin (offline, not RULER scores), hub, or jsonl:DIR")
     add("--hub-revision", type=word, default="main", help="revision of the hub's data; its commit is recorded")
     add("--haystack", type=word, default="prose", help="filler of builtin prompts: prose, pydoc or file:PATH")
-    add("--tasks", type=word, help=f"names or groups, separated by commas (default: {_default('tasks')})")
-    add_choice_options(prompts, f"prompts per task (default: {_default('n')})")
-    add_method_options(parser, _default("budgets"), _default("parents"))
-    group = add_run_options(parser, "ruler")
+    add("--tasks", type=word, help=f"names or groups, separated by commas (default: {shown('tasks')})")
+    add_choice_options(prompts, f"prompts per task (default: {shown('n')})")
+    add_method_options(parser, shown("budgets"), shown("parents"))
+    group = add_run_options(parser, command)
     group.add_argument(
         "--floor",
         type=float,
@@ -73,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="PERCENT",
         help="stop if dense scores less on single needles; 0: never",
     )
-    parser.set_defaults(run=run, more={})
+    parser.set_defaults(more={})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +107,11 @@ def fill_defaults(args: argparse.Namespace) -> list[str]:
         if getattr(args, name) is None:
             setattr(args, name, value)
             filled.append(f"--{name} {','.join(map(str, value)) if isinstance(value, list) else value}")
+    check_floor(args)
+    return filled if tiny else []
+
+
+def check_floor(args: argparse.Namespace) -> None:
+    """Raises EvalError for a --floor that is no score."""
     if not 0 <= args.floor <= 100:
         raise EvalError(f"--floor must be a score from 0 to 100 percent, got {args.floor}")
-    return filled if tiny else []

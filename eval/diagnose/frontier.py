@@ -28,7 +28,8 @@ NOTES = (
     "rows, averaged over heads, calls, layers and prompts; brackets: 95 % interval over prompts.",
     "KV: rows read of the rows that dense decoding reads, Equation 13 (GQA) or 14 (MLA), routing included, pooled over "
     "prompts, layers and calls; logical access, not time. Routing: the part of it that only chooses.",
-    "Bound, of methods that scan every key: the rows that were attended, of dense's, as if no scan had been needed.",
+    "Bound, of methods that scan every key: the rows that were attended, of dense's, as if no scan had been needed "
+    "(hollow in the picture).",
     "*: no other measured setting beats it in both. full: it selects everything there is, which is dense attention.",
     "An attention error is no task score: it says where to look before scores are paid for.",
 )

@@ -28,8 +28,11 @@ def _total(named: dict[str, list[dict[str, Any]]], title: str) -> bytes:
     for number, (name, own) in enumerate(named.items()):
         at, errors = [line["kv"] for line in own], arms([line["error"] for line in own])
         means = [max(line["error"]["mean"], FLOOR) for line in own]
-        axes.errorbar(at, means, yerr=errors, capsize=2, label=name, **_style(number))
+        style = _style(number)
+        axes.errorbar(at, means, yerr=errors, capsize=2, label=name, **style)
         for x, y, line in zip(at, means, own, strict=True):
+            if line["bound"] is not None:
+                axes.plot(line["bound"], y, markerfacecolor="none", **style)
             near = any(s == line["S"] and x - a < 3 and y / b > 0.8 for s, a, b in labelled)
             if line["best"] and line["S"] and not near:
                 labelled.append((line["S"], x, y))
