@@ -200,6 +200,21 @@ def test_what_the_numbers_of_helmet_and_longbench_tell():
     assert dense.half == pytest.approx(196 * (share * (1 - share) / 2012) ** 0.5, abs=0.05)
 
 
+def test_conditions_of_helmet_and_longbench(tmp_path):
+    manifest = make_run(tmp_path, {DENSE: same([1, 1, 1, 1])}, data="helmet", shots=2, chat="helmet").manifest()
+    helmet, longbench = (next(t for t in paper_tables.TABLES if t.number == number) for number in ("10", "3"))
+    found = {check.what: check for check in paper_tables.checks(helmet, manifest)}
+    assert found["data"].verdict == paper_tables.HOLDS and found["± of the mean"].verdict == paper_tables.MISSED
+    assert (found["examples before the question"].run, found["chat template"].run) == ("2", "helmet")
+    assert {found[what].verdict for what in ("chat template", "HELMET commit")} == {paper_tables.UNKNOWN}
+    assert next(c for c in paper_tables.checks(longbench, manifest) if c.what == "data").verdict == paper_tables.MISSED
+    for settings, verdict in (({}, paper_tables.MISSED), ({"suffix": "C3.txt"}, paper_tables.HOLDS)):
+        asked = manifest | {"settings": manifest["settings"] | settings, "origin": {"data": "longbench"}}
+        found = {check.what: check for check in paper_tables.checks(longbench, asked)}
+        assert found["words behind the prompt"].verdict == verdict and found["data"].verdict == paper_tables.HOLDS
+        assert found["opening"].verdict == found["answers per prompt"].verdict == paper_tables.MISSED
+
+
 def test_conditions_of_a_table_hold_miss_or_are_unknown(tmp_path):
     conditions = expand(DENSE, ["dense", "santa++"], [128, 256, 512, 1024], ["per_head"], ["kmeans"], [(16, 4)], [16])
     store = make_run(tmp_path, {c: same([1, 1, 1, 1]) for c in conditions}, n=4)

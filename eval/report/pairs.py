@@ -10,7 +10,7 @@ from rich.text import Text
 
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import statistics
-from latent_santa.eval.report.summary import pooled_access
+from latent_santa.eval.report.summary import access_percent
 from latent_santa.eval.report.tables import plain_table
 from latent_santa.eval.run.conditions import from_manifest, label, slug
 from latent_santa.eval.run.store import Store, differences
@@ -37,7 +37,7 @@ def compare(first: Store, second: Store) -> dict[str, Any]:
             f"no setting is in both runs: {first.directory} has {', '.join(named[0])}; {second.directory} has "
             f"{', '.join(named[1])}"
         )
-    entries = []
+    entries, data = [], first.manifest()["origin"]["data"]
     for name in shared:
         results = [store.results(name) for store in stores]
         both = [s for s in common if all("score" in found.get(s.id, {}) for found in results)]
@@ -54,7 +54,7 @@ def compare(first: Store, second: Store) -> dict[str, Any]:
             {
                 "name": label(named[0][name]),
                 "n": len(both),
-                "access": [pooled_access([found[s.id] for s in both], dense) for found in results],
+                "access": [access_percent(data, [found[s.id] for s in both], dense) for found in results],
                 "changed_answers": sum(results[0][s.id]["output"] != results[1][s.id]["output"] for s in both),
                 "difference": {"value": difference.value, "low": difference.low, "high": difference.high},
             }

@@ -43,6 +43,18 @@ def pooled_access(results: Sequence[dict[str, Any]], dense: bool, part: str = "n
     return 100 * sum(access[part] for access in counted) / denominator
 
 
+def access_percent(data: str, results: Sequence[dict[str, Any]], dense: bool, part: str = "numerator") -> float | None:
+    """`pooled_access`; of prompts of HELMET (`data`) the mean of the tasks' percentages, as in the paper (C.2)."""
+    if data != "helmet":
+        return pooled_access(results, dense, part)
+    of_task: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        of_task.setdefault(result["id"].rpartition("/")[0], []).append(result)
+    found = [pooled_access(own, dense, part) for own in of_task.values()]
+    known = [value for value in found if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(found) else None
+
+
 def _scores(prompts: list[Prompt], results: Results, tasks: Sequence[str]) -> dict[str, np.ndarray] | None:
     """Task to per-prompt scores in prompt order; None if a result is missing, as a mean would then not be matched."""
     found: dict[str, list[float]] = {task: [] for task in tasks}
@@ -138,7 +150,7 @@ class _Report:
         good = [r for p in wanted if (r := results.get(p.sample.id)) is not None and "error" not in r]
 
         def read(part: str) -> float | None:
-            return self._access(good, tasks, condition.method == "dense", part)
+            return access_percent(self.data, good, condition.method == "dense", part)
 
         parts = {"access": "numerator", "access_without_routing": "row_read", "bound": "bound"}
         cell: dict[str, Any] = {
@@ -169,16 +181,6 @@ class _Report:
                 cell["difference"] = self._paired({task: scores[task] - dense[task] for task in tasks})
         return cell
 
-    def _access(
-        self, results: list[dict[str, Any]], tasks: Sequence[str], dense: bool, part: str = "numerator"
-    ) -> float | None:
-        """Access pooled over all prompts; of HELMET's tasks the mean of their percentages, as in the paper (C.2)."""
-        if self.data != "helmet":
-            return pooled_access(results, dense, part)
-        found = [pooled_access([r for r in results if r["id"].startswith(f"{task}/")], dense, part) for task in tasks]
-        known = [value for value in found if value is not None]
-        return sum(known) / len(known) if known and len(known) == len(found) else None
-
     def _estimators(self) -> dict[str, Any] | None:
         """Pooled minus per head on matched prompts: at each setting that has both, and over these settings together."""
         settings, differences = [], []
@@ -191,7 +193,7 @@ class _Report:
                 continue
             differences.append({task: left[task] - right[task] for task in self.tasks})
             access = {
-                c.estimator: self._access(list(self.results[c].values()), self.tasks, False) for c in (twin, pooled)
+                c.estimator: access_percent(self.data, list(self.results[c].values()), False) for c in (twin, pooled)
             }
             settings.append(
                 {
