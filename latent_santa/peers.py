@@ -67,9 +67,14 @@ class Peers:
         dist.broadcast_object_list(box, src=source, group=self.group, device=device)
         if self.rank:
             record = apart.unpacked(box[0], device)
-        for tensor in apart.tensors:
-            # as bytes: NCCL knows no int16
-            dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=self.group)
+        if apart.tensors:
+            # all in one, and as bytes: NCCL knows no int16
+            pieces = [tensor.view(-1).view(torch.uint8) for tensor in apart.tensors]
+            together = torch.cat(pieces)
+            dist.broadcast(together, src=source, group=self.group)
+            for piece, sent in zip(pieces, together.split([piece.numel() for piece in pieces]), strict=True):
+                if self.rank:
+                    piece.copy_(sent)
         return record
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from latent_santa.teams import Teams, join_teams
 
 from .cache_layer import Grouped, TeamLayer
 from .families import Adapter
+
+T = TypeVar("T")
 
 LEAST_ROOM = 256  # rows
 
@@ -78,7 +81,7 @@ def group_waiting(
             records = method.build(points, rows, member, config)
         for n, teams in zip(numbers, records, strict=True):
             if teams is not None:
-                teams = _agreed(teams, adapters[n])
+                teams = _agreed(teams, adapters[n], teams.sizes.device)
             layers[n].grouped = _extended(layers[n].grouped, new, teams, start, config)
             layers[n].waiting = None
 
@@ -138,10 +141,13 @@ def regroup_generated(
         spans = _parents_of(stop - start, config)
         span = _span([layers[n] for n in numbers], [adapters[n] for n in numbers], visible, start, stop)
         seen = None if visible is None else visible[:, :stop]
-        for n, teams in zip(numbers, method.build(*span, config, spans if even else None), strict=True):
+        # few rows, so all layers' at once
+        built = method.build(*span, config, spans if even else None)
+        records = _agreed(list(built), adapters[numbers[0]], span[2].device)
+        for n, teams in zip(numbers, records, strict=True):
             assert teams is not None
             old = _roomy(layers[n], spans, config)
-            append_(old, _coded(_agreed(teams, adapters[n]), old, config), start, spans)
+            append_(old, _coded(teams, old, config), start, spans)
             layers[n].grouped = replace(layers[n].grouped, stop=stop, seen=seen)
 
 
@@ -191,11 +197,11 @@ def _span(
     return points, rows, member
 
 
-def _agreed(teams: Teams, adapter: Adapter) -> Teams:
-    """The same teams in all processes that hold the same rows: rounding could make others of them."""
+def _agreed(records: T, adapter: Adapter, device: torch.device) -> T:
+    """The same records in all processes that hold the same rows: rounding could make other teams of them."""
     if adapter.peers is None or adapter.groups_apart:
-        return teams
-    return adapter.peers.firsts(teams, teams.sizes.device)
+        return records
+    return adapter.peers.firsts(records, device)
 
 
 def _early(visible: Tensor | None, member: Tensor, start: int, first: int) -> Tensor:
