@@ -24,7 +24,7 @@ def test_generation(name: str, estimator: str, routing: str) -> None:
     if name == "llama":
         ids, mask = ids[:1], mask[:1]
     settings = {"parents": "contiguous", "parent_size": 4, "representatives": 2, "budget": 8, "estimator": estimator}
-    settings |= {"routing": routing, "parents_per_head": 3}
+    settings |= {"routing": routing, "parents_per_head": 3, "exact_first": 3, "exact_last": 2}
     answers, reads = [], []
     for backend in ("torch", "triton"):
         with latent_santa.patch(model, backend=backend, **settings) as santa:
