@@ -7,7 +7,7 @@ import json
 import pytest
 
 from latent_santa.eval.cli import main
-from latent_santa.eval.diagnose import work
+from latent_santa.eval.diagnose import frontier_pictures, work
 from latent_santa.eval.diagnose.folder import Folder
 from latent_santa.eval.diagnose.frontier import Frontier
 from latent_santa.eval.diagnose.intervals import over_prompts
@@ -116,6 +116,14 @@ def test_best_settings_are_those_that_nothing_beats_in_both():
         own["counts"] = [[*own["counts"][0], bound]]
     header, shown = diagnostic.tables(diagnostic.summary(results, {"seed": 0}))[""]
     assert [line[header.index("bound (%)")] for line in shown] == ["-", "-", "13.5", "-"]
+
+
+def test_a_picture_of_many_lines_names_the_best_alone():
+    named = {f"line {n}": [{"best": n % 7 == 0}] for n in range(21)}
+    styles = frontier_pictures._styles(named)
+    assert [name for name in named if "label" in styles[name]] == ["line 0", "line 7", "line 14"]
+    del named["line 20"]
+    assert all(style["label"] == name for name, style in frontier_pictures._styles(named).items())
 
 
 def test_intervals_are_over_prompts_within_tasks():

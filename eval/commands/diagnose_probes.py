@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     args.out = args.out or Path("out") / f"diagnose-{NAME}-{stem}"
     args.resume = True  # as every diagnostic: the same command continues it
     code = evaluate(args)
-    if not args.dry_run:
+    if not args.dry_run and os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
         from latent_santa.eval.diagnose.probes import write_figure
 
         write_figure(args.out, args.plot)

@@ -30,7 +30,8 @@ NOTES = (
     "prompts, layers and calls; logical access, not time. Routing: the part of it that only chooses.",
     "Bound, of methods that scan every key: the rows that were attended, of dense's, as if no scan had been needed "
     "(hollow in the picture).",
-    "*: no other measured setting beats it in both. full: it selects everything there is, which is dense attention.",
+    "*: no other measured setting beats it in both. full: it selects everything there is, which is dense attention. "
+    "A picture of more than 20 lines shows those without a star in grey.",
     "An attention error is no task score: it says where to look before scores are paid for.",
 )
 
@@ -45,6 +46,7 @@ class Frontier:
 
     def __init__(self, conditions: Sequence[SantaConfig]) -> None:
         self._conditions = {label(condition): condition for condition in running_order(conditions)}
+        assert len(self._conditions) == len(conditions), "two settings have one label"
         self.keys = list(self._conditions)
 
     def measure(self, santa: SantaHandle, recorded: Recorded, key: str) -> dict[str, Any]:
