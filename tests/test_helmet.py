@@ -153,6 +153,12 @@ def test_books_are_cut_with_the_book_tokenizer_and_options_are_lettered(copy):
     assert sample.input.count("[a book]\n") == 2 and "Asked: Who is in book 0?" not in sample.input[:200]
 
 
+def test_without_a_chat_template_the_books_have_the_prefix_that_helmet_gives_them(copy):
+    request = Request(f"helmet:{copy}", ("infbench_mc",), 1, 8192, select="first", more=MORE | {"chat": "helmet"})
+    (sample,) = load_samples(request, Renderer(tokenizer(), chat=False), tiny=False).samples
+    assert (sample.chat, sample.answer_prefix) == (False, "\n\nAnswer:")
+
+
 def test_a_context_that_is_too_long_loses_its_end_and_nothing_else(own, monkeypatch):
     path = own / "data/kilt/triviaqa-dev-multikilt_1000_k50_dep6.jsonl"
     record = json.loads(path.read_text().split("\n")[0])

@@ -130,7 +130,7 @@ def _sample(request: Request, task: str, item: Item, texts: dict[str, str], rend
     user, form = texts["user_template"], HELMET[task]
     prefix = texts["prompt_template"].removeprefix(user)
     chat = request.more["chat"] == "all"
-    if request.more["chat"] == "helmet" and task in files.BOOKS:
+    if request.more["chat"] == "helmet" and task in files.BOOKS and renderer.uses_template:
         chat, prefix = True, ""  # in HELMET's chat prompts nothing opens the answer
     budget = request.length - form.max_new_tokens
     context = item.context
