@@ -88,10 +88,16 @@ def seen(model: Any, settings: dict[str, Any], backend: str | None = None) -> di
         }
 
 
-def spread_model(whole: Any, folder: Path) -> Any:
+def spread_model(whole: Any, folder: Path, gathered: str = "") -> Any:
+    """The model over both processes; projections named in ``gathered`` give every process all heads."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    model = type(whole).from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)).eval()
+    plan = None
+    if gathered:
+        styles = {name: "colwise_gather_output" if name in gathered else "colwise" for name in "qkv"}
+        styles["o"] = "rowwise_split_input" if gathered == "qkv" else "rowwise"
+        plan = {f"model.layers.*.self_attn.{name}_proj": style for name, style in styles.items()}
+    model = type(whole).from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan=plan)).eval()
     model.generation_config = whole.generation_config
     return model
 
@@ -136,7 +142,14 @@ def main(rank: int, folder: Path) -> None:
     # where processes would cluster otherwise, the first one's teams are everybody's
     found["other seeds"] = seen(models["deepseek_v2"], {"parents": "kmeans", "kmeans_seed": rank})
     found["exchanges"] = exchanges(rank, device)
-    for name, model, options in (("kv", "1_kv_head", {}), ("compile", "qwen2", {"compile": True})):
+    gathered = spread_model(whole_model("qwen2"), folder / "qwen2", "qkv")
+    found["gathered"] = seen(gathered, {"estimator": "pooled"})
+    models["mixed"] = spread_model(whole_model("qwen2"), folder / "qwen2", "k")
+    for name, model, options in (
+        ("kv", "1_kv_head", {}),
+        ("mixed", "mixed", {}),
+        ("compile", "qwen2", {"compile": True}),
+    ):
         try:
             latent_santa.patch(models[model], **options)
         except (NotImplementedError, RuntimeError) as error:

@@ -49,6 +49,13 @@ def test_teams_are_the_first_processs(models: dict[str, Any], both: list[dict[st
         check(two["other seeds"], first)
 
 
+def test_heads_that_every_process_has_are_no_share(models: dict[str, Any], both: list[dict[str, Any]]) -> None:
+    """Some plans gather what the projections give, so that each process attends for all heads."""
+    one = seen(models["qwen2"], {"estimator": "pooled"})
+    for two in both:
+        check(two["gathered"], one)
+
+
 def test_exchanges(both: list[dict[str, Any]]) -> None:
     record = {"short": -2, "rows": [[0], [1], [2]], "bound": [0], "name": [0, None]}
     for rank, two in enumerate(both):
@@ -64,6 +71,7 @@ def test_one_process_may_ask_alone(both: list[dict[str, Any]]) -> None:
 def test_what_is_refused(both: list[dict[str, Any]]) -> None:
     for two in both:
         assert "1 KV heads over 2 processes" in two["kv refused"] and "divides 1" in two["kv refused"]
+        assert "q_proj, v_proj spread over processes and k_proj whole on each" in two["mixed refused"]
         assert "compile=True" in two["compile refused"] and "leave it out" in two["compile refused"]
 
 
