@@ -177,8 +177,17 @@ class Control:
         self.begin(ModelCall(kind, layers, visible, step))
         self._warn_beyond_limit(held + new, step)
         if kind is Kind.DECODE:
+            self._reserve(layers, held + new)
             self._group(layers, visible)
         return (), kwargs
+
+    def _reserve(self, layers: Sequence[TeamLayer], rows: int) -> None:
+        """Let the cache have room for the step. What reads rows is laid out by the room, so it is there before a step
+        whether or not that is captured, and both give the same bits."""
+        for layer in layers:
+            full = layer.buffers is None or layer.room < rows
+            if full and layer.get_seq_length() and not torch.is_grad_enabled():
+                layer.make_room(rows)
 
     def _known(self, layer: TeamLayer) -> bool:
         """Whether this generation showed its padding for the cache before: ``generate`` only adds to a mask.

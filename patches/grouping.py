@@ -132,6 +132,7 @@ def regroup_generated(
     if not after:
         return
     even, size = method.parents(config) == "contiguous", config.parent_size
+    _make_room(layers, config)
     jobs: dict[tuple[torch.device, int, int], list[int]] = {}
     for n, layer in enumerate(layers):
         if layer.limit and layer.open_rows >= after:
@@ -151,10 +152,10 @@ def regroup_generated(
             layers[n].grouped = replace(layers[n].grouped, stop=stop, seen=seen)
 
 
-def make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> None:
+def _make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> None:
     """Give records room for the teams of all rows that the cache may hold before it moves."""
     for layer in layers:
-        if layer.limit:
+        if layer.limit and layer.room > layer.grouped.stop:
             _roomy(layer, _parents_of(layer.room - layer.grouped.stop, config), config)
 
 

@@ -18,7 +18,6 @@ from transformers import Cache
 from latent_santa.methods import METHODS
 
 from ..calls import ModelCall
-from ..grouping import make_room
 from .captured import CapturedStep, Conditions
 from .engine import ENGINES
 from .reasons import Look, reason_of_call
@@ -80,7 +79,7 @@ class StepGraphs:
                 return self._done(graph, call, graph.replay(call, given))
             call.layers[0].graph = None  # its memory goes to the next one
             reason = self._failed.get(conditions)
-            if reason is None and self._pays(call):
+            if reason is None and (graph is not None or self._pays(call)):
                 return self._capture(call, conditions, given)
         self._refuse(reason)
         self.eager[reason or SHORT] += 1
@@ -132,7 +131,6 @@ class StepGraphs:
         rows = call.layers[0].get_seq_length() + 1
         for layer in call.layers:
             layer.make_room(rows)
-        make_room(call.layers, self.control.config)
         begun = time.perf_counter()
         engine = ENGINES[call.layers[0].keys.device.type](call.layers[0].keys.device)
         graph = CapturedStep(engine, call, self.control, conditions, given)
