@@ -90,6 +90,33 @@ class Products(Operator):
         return _product(weights, rows.values), lse
 
 
+class HalfProducts(Operator):
+    """The same in the rows' own dtype, as in a model's eager attention: scores are rounded, and passes are short."""
+
+    name = "half products"
+
+    def reason_not(self, step: DecodeStep, seen: Seen | None) -> str | None:
+        return None
+
+    def attend(self, step: DecodeStep, seen: Seen | None) -> tuple[Tensor, Tensor]:
+        s = None
+        for query, part in zip(_halved(step), step.rows.keys, strict=True):
+            q, k = query.flatten(0, 1), part.flatten(0, 1).transpose(1, 2)
+            s = torch.bmm(q, k) if s is None else torch.baddbmm(s, q, k)
+        assert s is not None
+        if seen is not None:
+            bias = seen.bias[:, 0].repeat_interleave(step.groups, 0)
+            s = torch.add(bias, s, alpha=step.scale)
+        else:
+            s = s.mul_(step.scale)
+        weights = s.softmax(-1)  # float32 inside
+        top, place = s.max(-1)
+        # log Z is the largest score less the logarithm of its weight
+        lse = top.float() - weights.gather(-1, place[..., None])[..., 0].float().log()
+        shape = (step.batch, step.groups)
+        return torch.bmm(weights, step.rows.values.flatten(0, 1)).float().unflatten(0, shape), lse.unflatten(0, shape)
+
+
 class FlashAttention3(Operator):
     """FlashAttention-3, which takes latents as values and as a second part of the keys."""
 
@@ -159,7 +186,14 @@ class FlashMLA(Operator):
         return "it needs latent and rotary key side by side in pages of 64 rows: a copy of the whole cache per step"
 
 
-OPERATORS: tuple[Operator, ...] = (FlashAttention3(), CudnnAttention(), FlashAttention2(), FlashMLA(), Products())
+OPERATORS: tuple[Operator, ...] = (
+    FlashAttention3(),
+    CudnnAttention(),
+    FlashAttention2(),
+    FlashMLA(),
+    HalfProducts(),
+    Products(),
+)
 
 _chosen: dict[tuple[Any, ...], Operator] = {}
 _seen: WeakKeyDictionary[Ahead, dict[torch.device, Seen]] = WeakKeyDictionary()

@@ -133,10 +133,11 @@ def test_each_operator_says_what_it_cannot_run(monkeypatch):
             ("gqa", "none"): (gqa, None), ("gqa", "span"): (gqa, span), ("gqa", "holes"): (gqa, holes),
         }.items()
     }  # fmt: skip
+    ours = ["half products", "products"]
     assert able == {
-        ("mla", "none"): ["FA3", "products"], ("mla", "span"): ["FA3", "products"], ("mla", "holes"): ["products"],
-        ("gqa", "none"): ["FA3", "FA2", "products"], ("gqa", "span"): ["FA3", "cuDNN", "products"],
-        ("gqa", "holes"): ["cuDNN", "products"],
+        ("mla", "none"): ["FA3", *ours], ("mla", "span"): ["FA3", *ours], ("mla", "holes"): ours,
+        ("gqa", "none"): ["FA3", "FA2", *ours], ("gqa", "span"): ["FA3", "cuDNN", *ours],
+        ("gqa", "holes"): ["cuDNN", *ours],
     }  # fmt: skip
     monkeypatch.setattr(dense, "_fa3", lambda: "it does not import (no such module)")
     reasons = dense.reasons_not(mla)

@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicLayer
 from latent_santa.methods import METHODS
 from latent_santa.patches.cache_layer import Snapshot, TeamLayer
 from latent_santa.patches.control import CACHE_NAMES
-from latent_santa.patches.grouping import make_room
 
 SHORT = 2048  # tokens of the prefill whose rows stand in for those of a long one
 SLOW_MS = 5000.0  # preparation from here on is timed at its first run
@@ -101,13 +100,10 @@ class FilledCache:
                 layer.rewind(state)
             times.append(timed(lambda: santa.prepare(cache), self._plain[0].keys.device)[1])
         after = METHODS[santa.config.method].regroup_after(santa.config)
-        if santa.graphs.mode == "off" or not 0 < self._free < after or cache.layers[0].grouped.teams is None:
+        if not 0 < self._free < after or cache.layers[0].grouped.teams is None:
             return [layer.snapshot() for layer in cache.layers], times[-1]
-        # a capture gives records room for the teams of generated rows: one copy for all caches, as no turn is long
-        # enough to write into it. A snapshot would let every capture make its own
-        for layer in cache.layers:
-            layer.limit = after
-        make_room(cache.layers, santa.config)
+        # records have room for the teams of generated rows, but no turn is long enough to write into it: one copy
+        # serves all caches, where a snapshot would let every capture make its own
         kept = [
             Snapshot(layer.keys, layer.values, layer.buffers, layer.grouped, layer.waiting, layer.observed)
             for layer in cache.layers
