@@ -167,7 +167,8 @@ def two_processes(models: dict[str, Any], folder: Path, **env: str) -> list[dict
     for name, model in models.items():
         model.save_pretrained(folder / name)
     command = [sys.executable, "-m", "tests.spread_worker", str(folder)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    # a process that asks the CUDA runtime for devices cannot fork
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | env
     here = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
