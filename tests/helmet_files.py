@@ -26,16 +26,16 @@ def load_qa(dataset, path, demo_path, max_test_samples=None, popularity_threshol
     return {"data": data, "prompt_template": prompt_template}
 
 def load_json_kv(path, shots, max_test_samples=None, seed=42):
-    user_template = "{context}\\n\\nLook this up.\\n\\n{demos}Key: {question}"
+    user_template = "{context}\\n\\nLook this up.\\n\\n{demos}Name: {question}"
     system_template = "Corresponding value:"
     prompt_template = user_template + "\\n" + system_template
-    demo_template = "Key: {key}\\nCorresponding value:{value}"
+    demo_template = "Name: {key}\\nCorresponding value:{value}"
 
 def truncate_llama2(dataset, data, postfix_text=" ... and so on"):
     pass
 
 def load_msmarco_rerank(path, demo_path=None, max_test_samples=None, shots=0, seed=42):
-    user_template = "Sort these pages.\\n\\n{demos}{context}\\n\\nQuery: {question}"
+    user_template = "Sort these pages.\\n\\n{demos}{context}\\n\\nWanted: {question}"
     system_template = "Ranking:"
     prompt_template = user_template + "\\n" + system_template
     def update(sample, demos):
@@ -56,7 +56,7 @@ def load_icl(dataset, max_test_sample=None, seed=42):
     else:
         text_field = "text"
         label_field = "label"
-    item_template = "{text}\\nlabel: {label}"
+    item_template = "{text}\\nis {label}"
     user_template = "Say \\"label: {{label}}\\".\\n\\n{context}\\n\\n{question}"
     system_template = "label:"
     prompt_template = user_template + "\\n" + system_template

@@ -93,7 +93,7 @@ def test_reranking_holds_the_judgements_and_a_perfect_answer_scores_one(copy):
     (sample,) = load(copy, "msmarco", n=1).samples
     ranking = [name for name, _ in sorted((r.split() for r in sample.references), key=lambda pair: -int(pair[1]))]
     assert answers.ndcg_10("Ranking: " + " > ".join(ranking), sample.references) == pytest.approx(1)
-    shown = re.findall(r"Query: find q (\d+)\nRanking: ([\d >]+)\n\n", sample.input)
+    shown = re.findall(r"Wanted: find q (\d+)\nRanking: ([\d >]+)\n\n", sample.input)
     assert len({qid for qid, _ in shown}) == 2 and "0" not in {qid for qid, _ in shown}
     assert all(len(order.split(" > ")) == 4 for _, order in shown)
 
@@ -103,7 +103,7 @@ def test_labels_are_numbers_in_balance_drawn_anew_for_each_text(copy):
     of_text = {record["text"]: record["coarse_label"] for record in train}
     mappings = []
     for sample in load(copy, "trec_coarse", n=3).samples:
-        pairs = re.findall(r"(text .*)\nlabel: (\d+)", sample.input)
+        pairs = re.findall(r"(text .*)\nis (\d+)", sample.input)
         assert len(pairs) == labels.shots_at("trec_coarse", 8192) == 400
         mapping = {(of_text[text], number) for text, number in pairs}
         assert len(mapping) == 6 == len(dict(mapping))  # one number per class
@@ -175,9 +175,9 @@ def test_a_context_that_is_too_long_loses_its_end_and_nothing_else(own, monkeypa
 
 def test_shots_and_chat_are_asked_for(copy):
     (bare,) = load(copy, "json_kv", n=1, shots=0).samples
-    assert bare.input.count("Key: ") == 1
+    assert bare.input.count("Name: ") == 1
     (shown,) = load(copy, "json_kv", n=1, shots=1, chat="all").samples
-    assert "Key: k30\nCorresponding value: v-30\n\n" in shown.input and shown.chat
+    assert "Name: k30\nCorresponding value: v-30\n\n" in shown.input and shown.chat
     assert shown.references == ("v-0",) and shown.answer_prefix == "\nCorresponding value:"
 
 
