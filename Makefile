@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 OUT ?= out/tiny
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-oldest test-classes test-gpu lint real grids train-tiny clean
+.PHONY: run test test-oldest test-classes test-gpu lint real grids paper-grids train-tiny clean
 
 run: $(VENV)/.run
 	@$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
@@ -58,6 +58,21 @@ grids:
 	  done; \
 	  echo --model $$model --length 8192 --estimators pooled --budgets 128,256,512 --parents kmeans --teams 16/4,16/2,16/1,32/4,64/4 --out $$name-sweep; \
 	done | xargs -P $(JOBS) -L 1 $(GRID)
+
+# the settings of Tables 4, 11 and 12 (sweep) and of Table 6 (centroids) on one model at a size of your choice, builtin
+# prompts: make paper-grids MODEL=PATH LENGTH=8192 PROMPTS=20 GRIDS=DIR; uses the python that is given. A second call goes
+# on where the first stopped. DATA=hub takes RULER's prompts
+LENGTH ?= 8192
+PROMPTS ?= 20
+DATA ?= builtin
+BUDGETS ?= 128,256,512,1024
+BATCH ?= 1
+PAPER_GRID = $(PYTHON) -m latent_santa.eval ruler --resume --model $(MODEL) --data $(DATA) --tasks all --length $(LENGTH) \
+  --prompts $(PROMPTS) --batch-size $(BATCH) --budgets $(BUDGETS) --estimators per_head --regroup-after 0
+paper-grids:
+	@test -n "$(MODEL)" || { echo "give MODEL=PATH: a checkpoint, a hub id, or builtin:tiny"; exit 2; }
+	$(PAPER_GRID) --methods dense,santa,santa++ --parents kmeans,contiguous --out $(GRIDS)/sweep
+	$(PAPER_GRID) --methods dense,santa++,centroid --parents kmeans --centroid-sizes 4,16 --out $(GRIDS)/centroids
 
 # needs one CUDA device; uses the python that is given
 train-tiny:

@@ -15,7 +15,7 @@ COMMANDS = {
     "helmet": "the same on HELMET, from a copy of the benchmark, or on JSON KV made offline",
     "longbench": "the same on LongBench v2, from the benchmark's own files",
     "report": "rebuild the tables and pictures of a finished or interrupted run",
-    "paper": "which conditions of the paper's tables hold in a run",
+    "paper": "the command that makes each table and figure of the paper, and which conditions hold in a run",
     "compare": "one prompt: answers, rows read, agreement and attention error of several settings beside dense",
     "recommend": "the settings that read fewest rows and keep a share of dense decoding, on your own prompts",
     "check": "self-check of a model: what is patched, K = M equals dense, unpatching restores",

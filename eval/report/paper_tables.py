@@ -223,6 +223,8 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
     engine = _kmeans_engine(settings)
     add("k-means engine", "scikit-learn's MiniBatchKMeans", engine, lambda: engine == "sklearn")
     add("k-means seed", "0", get("kmeans_seed"), lambda: settings["kmeans_seed"] == 0)
+    exact = any(condition.exact_first or condition.exact_last for condition in conditions)
+    add("rows in no team", "none of the prompt", "some" if exact else "none", lambda: not exact)
     seeds = f"{get('seed', '-')}, {get('data_seed', '-')}"
     weights, quantised = _weights(manifest)
     if latent:
@@ -231,6 +233,8 @@ def checks(table: Table, manifest: dict[str, Any] | None) -> list[Check]:
         math = get("math_sdpa", True)
         add("SDPA's math backend", "disabled", "enabled" if math else "disabled", lambda: not math)
         add("seeds: sampling, data", "0, 42", seeds, lambda: seeds == "0, 42")
+        caps = ", ".join(str(OFFICIAL[task].max_new_tokens) for task in table.tasks)
+        add("decoding", "greedy, at most 128, 50, 32 tokens", f"greedy, {caps}", lambda: caps == "128, 50, 32")
     else:
         found.append(Check("weights", "not stated", weights, UNKNOWN))
         found.append(Check("seeds: sampling, data", "not stated", seeds, UNKNOWN))
