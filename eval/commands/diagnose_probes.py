@@ -13,7 +13,7 @@ from latent_santa.eval.commands.run_options import evaluate
 NAME = "probes"
 DEFAULTS: dict[bool, dict[str, Any]] = {
     False: {"tasks": "cwe,niah_multikey_3,qa_1,qa_2", "n": 50, "length": 8192, "budgets": [128, 256, 512]},
-    True: {"tasks": "multikey,facts", "n": 4, "length": 2048, "budgets": [32, 128]},
+    True: {"tasks": "multivalue,facts", "n": 6, "length": 2048, "budgets": [8, 32]},
 }
 DESCRIPTION = """\
 Figure 5: accuracy with parents from k-means on keys and from k-means on probe fingerprints (Appendix B.5), beside SANTA
