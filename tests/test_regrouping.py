@@ -50,6 +50,11 @@ def model(request):
     return tiny_model(request.param)
 
 
+@pytest.fixture(scope="module")
+def latent():
+    return tiny_model("deepseek_v2-yarn")
+
+
 def per_step(santa):
     """(routing, union, suffix, dense) of each call, per layer and group."""
     per = santa.layers * (1 if santa.layout == "mla" else 2)
@@ -97,9 +102,9 @@ def test_the_exact_suffix_stays_short(model, after):
         assert (teams.team_of_row[..., layer.grouped.stop :] == -1).all()
 
 
-def test_kmeans_clusters_the_whole_suffix(model):
-    with latent_santa.patch(model, **{**SMALL, "parents": "kmeans", "regroup_after": 6}) as santa:
-        output = generate(model, prompt(30), 16)
+def test_kmeans_clusters_the_whole_suffix(latent):
+    with latent_santa.patch(latent, **{**SMALL, "parents": "kmeans", "regroup_after": 6}) as santa:
+        output = generate(latent, prompt(30), 16)
         # 6 rows behind the prompt are clustered at the seventh call, and 6 more at the thirteenth
         assert [row[2] for row in per_step(santa)] == [0, *range(1, 7), *range(1, 7), *range(1, 4)]
         for layer in cache_of(output).layers:
@@ -107,20 +112,20 @@ def test_kmeans_clusters_the_whole_suffix(model):
 
 
 @pytest.mark.parametrize("settings", [{}, {"routing": "two_stage", "parents_per_head": 3}, {"method": "quest"}])
-def test_padded_batch_is_each_sequence_alone(model, settings):
+def test_padded_batch_is_each_sequence_alone(latent, settings):
     """Teams of generated rows, their noise and their counts do not depend on the padding before them."""
     lengths = [11, 30]
-    with latent_santa.patch(model, **{**SMALL, **settings}) as santa:
+    with latent_santa.patch(latent, **{**SMALL, **settings}) as santa:
         alone, counts = [], []
         for b, length in enumerate(lengths):
             santa.sequence_keys = [10 + b]
             santa.reset()
-            alone.append(generate(model, prompt(length, seed=b), 14).sequences[0, length:].tolist())
+            alone.append(generate(latent, prompt(length, seed=b), 14).sequences[0, length:].tolist())
             counts.append({**santa.access.per_sequence()[0], "sequence": b})
         santa.sequence_keys = [10, 11]
         santa.reset()
         ids, mask = padded(lengths)
-        output = generate(model, ids, 14, attention_mask=mask)
+        output = generate(latent, ids, 14, attention_mask=mask)
         assert output.sequences[:, 30:].tolist() == alone
         assert santa.access.per_sequence() == counts
 
@@ -141,10 +146,10 @@ def test_every_method_with_teams_regroups(model, method):
 
 
 @pytest.mark.parametrize("settings", [{"routing": "two_stage", "parents_per_head": 3}, {"routing_dtype": "int8"}])
-def test_records_are_those_of_a_join(model, settings, monkeypatch):
+def test_records_are_those_of_a_join(latent, settings, monkeypatch):
     """Teams written in place give the scores that joining the same teams as a further turn gives."""
-    with latent_santa.patch(model, **{**SMALL, **settings}) as santa:
-        _, found, cache = decode_by_hand(model, prompt(30), 22)
+    with latent_santa.patch(latent, **{**SMALL, **settings}) as santa:
+        _, found, cache = decode_by_hand(latent, prompt(30), 22)
         rooms = [layer.grouped.teams.room for layer in cache.layers]
         assert all(room.filled == 5 and room.spans == 256 // P for room in rooms)
 
@@ -157,20 +162,20 @@ def test_records_are_those_of_a_join(model, settings, monkeypatch):
         monkeypatch.setattr("latent_santa.patches.control.regroup_generated", joined)
         counts = per_step(santa)
         santa.reset()
-        _, wanted, cache = decode_by_hand(model, prompt(30), 22)
+        _, wanted, cache = decode_by_hand(latent, prompt(30), 22)
         assert per_step(santa) == counts
         assert all(layer.grouped.teams.room is None and layer.grouped.stop == 50 for layer in cache.layers)
     assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("settings", [{}, {"parents": "kmeans"}, {"routing": "two_stage", "parents_per_head": 3}])
-def test_captured_steps_go_on_while_teams_come_to_the_records(model, settings):
+def test_captured_steps_go_on_while_teams_come_to_the_records(latent, settings):
     """Regrouping between graph replays: the tokens and counts of launches one by one, and a single capture."""
     ids, mask = padded([11, 30])
     found = {}
     for graphs in ("off", "on"):
-        with on_the_cpu(), latent_santa.patch(model, **{**SMALL, **settings}, graphs=graphs) as santa:
-            output = generate(model, ids, 40, attention_mask=mask)
+        with on_the_cpu(), latent_santa.patch(latent, **{**SMALL, **settings}, graphs=graphs) as santa:
+            output = generate(latent, ids, 40, attention_mask=mask)
             found[graphs] = output.scores, santa.access.per_sequence(), santa.full_calls
             assert all(layer.grouped.stop == 30 + 36 for layer in cache_of(output).layers)
             assert santa.graphs.captured == (graphs == "on")
@@ -178,46 +183,46 @@ def test_captured_steps_go_on_while_teams_come_to_the_records(model, settings):
     assert found["on"][1:] == found["off"][1:]
 
 
-def test_room_grows_by_a_copy(model, monkeypatch):
+def test_room_grows_by_a_copy(latent, monkeypatch):
     monkeypatch.setattr(grouping, "LEAST_ROOM", 2 * P)
     monkeypatch.setattr(cache_layer, "LEAST_RESERVE", 2 * P)
     copies = []
     monkeypatch.setattr(grouping, "with_room", lambda *args: copies.append(args) or with_room(*args))
-    _, wanted, _ = decode_by_hand(model, prompt(30), 30)
-    with latent_santa.patch(model, **EVERY_TEAM) as santa:
-        assert_close(decode_by_hand(model, prompt(30), 30)[1], wanted)
+    _, wanted, _ = decode_by_hand(latent, prompt(30), 30)
+    with latent_santa.patch(latent, **EVERY_TEAM) as santa:
+        assert_close(decode_by_hand(latent, prompt(30), 30)[1], wanted)
         assert 1 < len(copies) / santa.layers < 7  # fewer than the parents of 30 rows
 
 
-def test_a_turn_takes_the_open_rows_along(model):
+def test_a_turn_takes_the_open_rows_along(latent):
     """With regrouping no row stays exact for ever: what is open is grouped with the next turn."""
-    with latent_santa.patch(model, **SMALL):
-        first = generate(model, prompt(30), 7)
+    with latent_santa.patch(latent, **SMALL):
+        first = generate(latent, prompt(30), 7)
         assert all((layer.grouped.stop, layer.open_rows) == (34, 2) for layer in cache_of(first).layers)
         ids = torch.cat((first.sequences, prompt(9, seed=1)), 1)
-        second = generate(model, ids, 3, cache=cache_of(first))
+        second = generate(latent, ids, 3, cache=cache_of(first))
         for layer in cache_of(second).layers:
             assert layer.grouped.exact == () and layer.grouped.stop == 46
             assert (layer.grouped.teams.team_of_row[..., :46] >= 0).all()
 
 
 @pytest.mark.parametrize("removed", [1, 2, 3, 9])
-def test_a_crop_below_the_grouped_rows_drops_the_teams(model, removed):
-    tokens, wanted, _ = decode_by_hand(model, prompt(30), 12)
-    with latent_santa.patch(model, **EVERY_TEAM):
-        _, _, cache = decode_by_hand(model, prompt(30), 12)
+def test_a_crop_below_the_grouped_rows_drops_the_teams(latent, removed):
+    tokens, wanted, _ = decode_by_hand(latent, prompt(30), 12)
+    with latent_santa.patch(latent, **EVERY_TEAM):
+        _, _, cache = decode_by_hand(latent, prompt(30), 12)
         assert cache.get_seq_length() == 41 and cache.layers[0].grouped.stop == 38
         cache.crop(-removed)
         assert (cache.layers[0].grouped.teams is None) == (removed > 3)
         place = 11 - removed
         with torch.no_grad():
-            again = model(tokens[:, place : place + 1], use_cache=True, **{cache_name(model): cache}).logits[:, -1]
+            again = latent(tokens[:, place : place + 1], use_cache=True, **{cache_name(latent): cache}).logits[:, -1]
         assert_close([again], [wanted[place + 1]])
 
 
-def test_a_prefilled_prompt_keeps_its_records(model):
+def test_a_prefilled_prompt_keeps_its_records(latent):
     """Generations from one prefill write into records of their own, whichever settings come in between."""
-    with latent_santa.patch(model, **SMALL) as santa:
+    with latent_santa.patch(latent, **SMALL) as santa:
         prompt_ = santa.prefill(prompt(30))
         first = prompt_.generate(max_new_tokens=20, do_sample=False)
         santa.configure(regroup_after=0)
@@ -229,12 +234,12 @@ def test_a_prefilled_prompt_keeps_its_records(model):
         assert all(layer.grouped.stop == 30 and layer.grouped.teams.room is None for layer in cache.layers)
 
 
-def test_a_snapshot_is_not_written_into(model):
-    with latent_santa.patch(model, **SMALL):
-        tokens, _, cache = decode_by_hand(model, prompt(30), 10)
+def test_a_snapshot_is_not_written_into(latent):
+    with latent_santa.patch(latent, **SMALL):
+        tokens, _, cache = decode_by_hand(latent, prompt(30), 10)
         kept = [layer.snapshot() for layer in cache.layers]
         before = copy.deepcopy([state.grouped.teams for state in kept])
-        generate(model, torch.cat((prompt(30), tokens), 1), 8, cache=cache)
+        generate(latent, torch.cat((prompt(30), tokens), 1), 8, cache=cache)
         for layer, state, old in zip(cache.layers, kept, before, strict=True):
             assert layer.grouped.stop > state.grouped.stop
             for name in ("sizes", "count", "team_of_row", "representative"):
