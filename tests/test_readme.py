@@ -89,3 +89,13 @@ def test_the_table_of_real_weights_is_that_of_the_kept_run(layout):
         assert [float(text) for text in re.findall(r"[-+][\d.]+", shown[6])] == pytest.approx(
             [span["value"], span["low"], span["high"]], abs=0.051
         )
+
+
+def test_the_long_generation_is_that_of_the_kept_run():
+    summary = json.loads((ROOT / "eval/results/long_generation/curve/generation.json").read_text(encoding="utf-8"))
+    ends = {line["regroup_after"]: line["curve"][-1] for line in summary["lines"] if "curve" in line}
+    wanted = (
+        f"with {summary['first']} of 4,096 tokens prefilled reads {ends['auto']:.1f} % of its rows at the end, and "
+    )
+    assert wanted + f"{ends[0]:.1f} % without regrouping" in " ".join(TEXT.split())
+    assert all(line["score"]["mean"] == 1 for line in summary["lines"]) and summary["settings"]["length"] == 4096
