@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 from html import unescape
 
 import pytest
@@ -190,6 +191,30 @@ def test_a_page_needs_nothing_else_and_has_every_answer(run, capsys):
     for entry in found["conditions"]:
         for result in store.results(entry["slug"]).values():
             assert f"<td>{100 * result['score']:.0f}</td><td>{' '.join(result['output'].split())}</td>" in plain
+
+
+# a table of three columns in as little of a page as the script touches
+FAKE_PAGE = """
+const cell = text => ({ textContent: text });
+const texts = ["9 %|b|-", "10 %|a|+1.5 [1, 2]", "2 %|c|-3.0 [-4, -2]"];
+const body = texts.map(line => ({ cells: line.split("|").map(cell) }));
+const rows = [{ cells: [] }, ...body];
+const parent = { append: row => { rows.splice(rows.indexOf(row), 1); rows.push(row) } };
+for (const row of rows) row.parentNode = parent;
+const heads = [0, 1, 2].map(place => ({ cellIndex: place, dataset: {}, closest: () => ({ rows: [...rows] }) }));
+const document = { querySelectorAll: () => heads };
+SCRIPT
+const firsts = () => rows.slice(1).map(row => row.cells[1].textContent).join("");
+console.log([0, 0, 1, 2].map(place => { heads[place].onclick(); return firsts() }).join(" "));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+def test_a_click_sorts_a_table_of_the_page():
+    done = subprocess.run(
+        ["node", "-e", FAKE_PAGE.replace("SCRIPT", page.SCRIPT)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["cba", "abc", "abc", "cab"]
 
 
 def test_what_was_wanted_is_marked_and_nothing_is_taken_for_html():

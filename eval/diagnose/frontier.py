@@ -90,6 +90,7 @@ class Frontier:
             "routing": _percent(total, 0),
             "bound": _percent(total, 4) if len(total) > 4 and total[4] != total[1] else None,
             "error": over_prompts(errors, seed),
+            "error_of_prompt": errors,
             "full": all(prompt["full"] for prompt in prompts),
             "by_layer": [
                 {

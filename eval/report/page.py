@@ -15,9 +15,26 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 } img { max-width: 100% }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top }
-th:first-child, td:first-child, .words td { text-align: left }
+th:first-child, td:first-child, .words th, .words td { text-align: left } th { cursor: pointer }
 .words { width: 100% } .words td:last-child { width: 60% }
 mark { background: #bde5bd } .none { color: #a33 } .lead { font-size: 1.15rem } small { color: #666 }
+"""
+# a click on a column's head sorts its table by it, and the next click the other way round; texts stand behind numbers
+SCRIPT = """
+const key = (row, place) => {
+  const text = row.cells[place].textContent, number = parseFloat(text);
+  return isNaN(number) ? text : number;
+};
+const order = (a, b) => typeof a !== typeof b ? (typeof a === "number" ? -1 : 1) : a < b ? -1 : a > b ? 1 : 0;
+for (const head of document.querySelectorAll("th")) {
+  head.title = "sort";
+  head.onclick = () => {
+    const sign = head.dataset.sign = head.dataset.sign == 1 ? -1 : 1, place = head.cellIndex;
+    const rows = [...head.closest("table").rows].slice(1);
+    rows.sort((a, b) => sign * order(key(a, place), key(b, place)));
+    for (const row of rows) row.parentNode.append(row);
+  };
+}
 """
 PROMPTS_PER_TASK = 3
 END_OF_PROMPT = 400  # characters
@@ -48,7 +65,7 @@ def page(store: Store, summary: dict[str, Any], picture: bytes | None) -> str:
     title = escape(f"{summary['model']} at {summary['length']} tokens")
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"</head><body>\n<h1>{title}</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
+        f"</head><body>\n<h1>{title}</h1>\n" + "\n".join(parts) + f"\n<script>{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -71,8 +88,8 @@ def _answers(prompt: Prompt, results: Sequence[tuple[str, dict[str, dict[str, An
     end = sample.input[-END_OF_PROMPT:]
     return (
         f"<p><b>{escape(sample.id)}</b>, {prompt.n_tokens:,} tokens, ends in:<br><small>{escape(end)}</small><br>"
-        f"wanted: {escape(sample.wanted)}</p>\n<table class=words><tr><td>setting</td><td>score</td>"
-        f"<td>answer</td></tr>\n{''.join(lines)}</table>"
+        f"wanted: {escape(sample.wanted)}</p>\n<table class=words><tr><th>setting</th><th>score</th>"
+        f"<th>answer</th></tr>\n{''.join(lines)}</table>"
     )
 
 
