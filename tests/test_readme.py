@@ -99,3 +99,11 @@ def test_the_long_generation_is_that_of_the_kept_run():
     )
     assert wanted + f"{ends[0]:.1f} % without regrouping" in " ".join(TEXT.split())
     assert all(line["score"]["mean"] == 1 for line in summary["lines"]) and summary["settings"]["length"] == 4096
+    summary = json.loads((ROOT / "eval/results/long_generation/answers/generation.json").read_text(encoding="utf-8"))
+    lines = {line.get("regroup_after"): line for line in summary["lines"]}
+    score, dense, never = (f"{100 * lines[after]['score']['mean']:.1f}" for after in ("auto", None, 0))
+    span = "{mean:+.1f} [{low:+.1f}, {high:+.1f}]".format(
+        **{k: 100 * v for k, v in lines["auto"]["minus_dense"].items()}
+    )
+    wanted = f"it scores {score} % where dense decoding has {dense} ({span}, paired), and without regrouping {never}."
+    assert wanted in " ".join(TEXT.split())
