@@ -107,3 +107,12 @@ def test_the_long_generation_is_that_of_the_kept_run():
     )
     wanted = f"it scores {score} % where dense decoding has {dense} ({span}, paired), and without regrouping {never}."
     assert wanted in " ".join(TEXT.split())
+
+
+def test_the_table_of_whole_steps_is_the_one_that_the_command_prints(capsys):
+    from latent_santa.eval.cli import main
+
+    settings = "transformers,absorbed_dense,per_head,per_head+compile,pooled+two_stage+compile"
+    folder = str(ROOT / "eval" / "results" / "decode" / "graphs")
+    assert main(["bench", "decode", "--table", folder, "--settings", settings]) == 0
+    assert capsys.readouterr().out.strip() in TEXT
