@@ -151,8 +151,8 @@ def test_the_command_takes_tokenizer_and_generation_settings_along(
 
 
 def test_a_rotary_part_that_the_kernels_do_not_take_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = saved(tmp_path / "gqa", head_dim=64)
-    told = "The Triton kernels take rotary parts of at most 128 numbers: sampled attention of this one runs in PyTorch"
+    source = saved(tmp_path / "gqa", head_dim=128)
+    told = "The Triton kernels take rotary parts of at most 256 numbers: sampled attention of this one runs in PyTorch"
     assert main(["convert-to-mla", str(source), str(tmp_path / "wide")]) == 0
     assert f"{told}, and --content-pairs 0 would fit." in capsys.readouterr().out
     assert main(["convert-to-mla", str(source), str(tmp_path / "fits"), "--content-pairs", "0"]) == 0

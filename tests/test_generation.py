@@ -223,7 +223,7 @@ def test_padded_batch_is_each_sequence_alone(model, settings):
         for t in teams:
             if t is not None:
                 assert (t.team_of_row[b, :, : 100 - length] == -1).all()
-                assert (t.team_of_row[b, :, 100 - length :] >= 0).all()
+                assert (t.team_of_row[b, :, 100 - length : 100] >= 0).all() and t.covered == 100
                 real = t.representative[b][t.sizes[b] > 0]
                 assert (real >= 100 - length).all()
 
@@ -279,7 +279,7 @@ def test_drafts_are_verified_densely_and_never_grouped(model, drafts, monkeypatc
         assert first["routing"] == 0 and first["union"] == first["dense"] >= (60 + 2) * santa.layers * groups
         for layer in cache_of(output).layers:
             assert layer.grouped.stop == 60 and layer.grouped.exact == ()
-            assert layer.grouped.teams.length == 60
+            assert layer.grouped.teams.covered == 60
 
 
 def test_beams_carry_their_teams(model):

@@ -49,7 +49,7 @@ def test_presets(model):
         generate(model, prompt(60), 2)
     paper = latent_santa.SantaConfig.preset("paper")
     default = latent_santa.SantaConfig().to_dict()
-    assert paper.to_dict() == {**default, "kmeans_engine": "sklearn"}
+    assert paper.to_dict() == {**default, "kmeans_engine": "sklearn", "regroup_after": 0}
     with pytest.raises(ValueError, match="preset='best': must be one of 'paper', 'recommended'"):
         latent_santa.patch(model, preset="best")
     with pytest.raises(ValueError, match="config and preset='paper' were both given"):

@@ -40,7 +40,7 @@ def test_tokens_are_denses_and_settings_stay(model, santa, recorded):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: next(iter(s.values())))
 def test_a_layers_first_query_is_decodings_own(santa, recorded, settings):
-    """Nothing sampled has touched the first layer's query of the first call, so counts and errors must be equal."""
+    """Nothing sampled has touched the first layer's query of the first call, so counts are equal, and errors to rounding."""
     santa.configure(latent_santa.SantaConfig(**{**SMALL, **settings}))
     santa.shadow, found = True, []
     for attend in (recorded.attend, lambda: recorded.prompt.generate(max_new_tokens=5, do_sample=False)):
@@ -54,7 +54,7 @@ def test_a_layers_first_query_is_decodings_own(santa, recorded, settings):
                 (40 + t) * santa.access.per_step()[0]["dense"] // 40 for t in range(5)
             ]
     santa.shadow = False
-    assert found[0] == found[1] and found[0][0] > 0
+    assert found[0][1:] == found[1][1:] and found[0][0] == pytest.approx(found[1][0], rel=1e-5) and found[0][0] > 0
 
 
 def test_full_budget_is_dense_on_every_layer_and_call(santa, recorded):

@@ -57,7 +57,7 @@ def test_a_second_turn_joins_codes_and_beams_take_them_along(model):
         centers = [part.center.clone() for part in cache.layers[0].grouped.teams.routing_keys]
         generate(model, torch.cat((first.sequences, prompt(30, seed=1)), 1), 4, cache=cache)
         teams = cache.layers[0].grouped.teams
-        assert teams.routing_keys[0].shape[2] == teams.M == int(teams.count.max())
+        assert teams.routing_keys[0].shape[2] == teams.M > int(teams.count.max())  # with room for generated rows
         # both turns' scores miss the same number
         for part, center in zip(teams.routing_keys, centers, strict=True):
             assert torch.equal(part.center, center)

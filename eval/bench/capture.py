@@ -45,7 +45,9 @@ def capture(model: Any, ids: list[int], layer: int | None, steps: int, source: s
         EvalError: the layer does not exist, or its attention never was sparse.
     """
     found: list[DecodeStep] = []
-    with latent_santa.patch(model, **{**settings, "backend": "torch"}) as santa:
+    # the step's own rows and records: none reserved for rows that may follow
+    settings = {**settings, "backend": "torch", "regroup_after": 0}
+    with latent_santa.patch(model, graphs="off", **settings) as santa:
         layer = santa.layers // 2 if layer is None else layer
         if not 0 <= layer < santa.layers:
             raise EvalError(f"--layer {layer}: the model has layers 0 to {santa.layers - 1}")
