@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 OUT ?= out/tiny
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-oldest test-classes test-gpu lint real grids paper-grids train-tiny clean
+.PHONY: run test test-oldest test-classes test-gpu lint real grids paper-grids results train-tiny clean
 
 run: $(VENV)/.run
 	@$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
@@ -73,6 +73,10 @@ paper-grids:
 	@test -n "$(MODEL)" || { echo "give MODEL=PATH: a checkpoint, a hub id, or builtin:tiny"; exit 2; }
 	$(PAPER_GRID) --methods dense,santa,santa++ --parents kmeans,contiguous --out $(GRIDS)/sweep
 	$(PAPER_GRID) --methods dense,santa++,centroid --parents kmeans --centroid-sizes 4,16 --out $(GRIDS)/centroids
+
+# eval/results/README.md and the ranking in README.md, from the committed results
+results: $(VENV)/.run
+	$(BIN)/python -m latent_santa.eval.report.results_page
 
 # needs one CUDA device; uses the python that is given
 train-tiny:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from latent_santa.eval.commands import bench_capture, bench_decode, bench_operator
+from latent_santa.eval.commands import bench_capture, bench_decode, bench_operator, bench_profile
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the command and its subcommands."""
     parser = subparsers.add_parser(
-        "bench", help="time and memory: decode (whole model), operator (one layer), capture (a real workload)"
+        "bench",
+        help="time and memory: decode (whole model), operator (one layer), profile (its kernels), capture (a workload)",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for module in (bench_decode, bench_operator, bench_capture):
+    for module in (bench_decode, bench_operator, bench_profile, bench_capture):
         module.add_parser(kinds)

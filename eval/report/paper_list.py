@@ -17,6 +17,7 @@ OPERATOR = (
     "latent-santa bench operator --workload workload.pt --budgets 124 --estimators per_head --modes stream "
     "--rounds 20 --observations 1000 --warmup 300 --evict 512 --out runs/operator"
 )
+PROFILE = "latent-santa bench profile --workload workload.pt --budget 124 --ncu"
 NOTES = {"12": "Table 4's run, by task", "3": "you write Appendix C.3's instruction into C3.txt"}
 
 
@@ -80,6 +81,7 @@ def items() -> list[Item]:
             ),
         ),
         Item("13", "latency of the operator's single launches", (CAPTURE, OPERATOR), "part of Table 5's output"),
+        Item("14", "counters of the operator's kernels", (CAPTURE, PROFILE), "without --ncu: what the compiler knows"),
         Item(
             "Figure 1", "the method as a drawing", (), "nothing is measured; latent_santa/naive.py is it in plain loops"
         ),

@@ -1,0 +1,201 @@
+"""The page of results, made of committed files alone: every method at equal rows, wins and losses alike.
+
+``python -m latent_santa.eval.report.results_page`` writes eval/results/README.md and the part of README.md between its
+two marks. Nothing on either is typed by hand; a test compares both with what this module makes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from latent_santa.eval.diagnose.intervals import over_prompts, shown
+from latent_santa.eval.report.paper_tables import MEAN
+from latent_santa.eval.report.tables import has_bounds, markdown_table
+
+ROOT = Path(__file__).parents[1] / "results"
+FRONTIER = "diagnose/frontier"
+LEVELS = (20.0, 40.0, 50.0, 65.0)  # percent of dense's rows
+SHORT = 50.0  # the level that README shows
+FEWEST = 6  # prompts per task, of which a resampled interval says anything
+PAPER = "SANTA++ contiguous 16/4 per head"
+QWEN_MLA = "the same network written as DeepSeek-V2 (MLA)"
+RUNS = {
+    "tiny": "embedded model (MLA), 2K",
+    "tiny_4096": "embedded model (MLA), 4K",
+    "tiny_8192": "embedded model (MLA), 8K",
+    "first_look": "embedded model (MLA), 4K, what `make run` shows",
+    "paper_grids/sweep": "embedded model (MLA), 2K, settings of Tables 4, 11 and 12",
+    "paper_grids/centroids": "embedded model (MLA), 2K, settings of Table 6",
+    "real/gqa_4096": "Qwen2 of 0.5 billion parameters (GQA), 4K",
+    "real/gqa_8192": "Qwen2 of 0.5 billion parameters (GQA), 8K",
+    "real/gqa_sweep": "Qwen2 of 0.5 billion parameters (GQA), 8K, sizes of teams",
+    "real/mla_4096": f"{QWEN_MLA}, 4K",
+    "real/mla_8192": f"{QWEN_MLA}, 8K",
+    "real/mla_sweep": f"{QWEN_MLA}, 8K, sizes of teams",
+    "two_stage/mla_8192": f"{QWEN_MLA}, newer converter, 8K, two stages",
+}
+MARKS = ("<!-- made by eval/report/results_page.py -->\n", "<!-- end of what is made -->\n")
+
+Errors = dict[str, list[float]]
+
+
+def at_rows(lines: Sequence[dict[str, Any]], level: float) -> Errors | None:
+    """Each prompt's error of one method where it reads `level` percent of the rows, by task.
+
+    lines: its measured budgets. Between two of them the logarithm of the error lies on a straight line over rows, as
+    errors fall by about equal factors; outside there is none.
+    """
+    ordered = sorted(lines, key=lambda line: line["kv"])
+    rows = [line["kv"] for line in ordered]
+    if not rows[0] <= level <= rows[-1]:
+        return None
+    tasks = ordered[0]["error_of_prompt"]
+    return {
+        task: [
+            float(np.exp(np.interp(level, rows, [np.log(line["error_of_prompt"][task][prompt]) for line in ordered])))
+            for prompt in range(len(tasks[task]))
+        ]
+        for task in tasks
+    }
+
+
+def ranking(frontier: dict[str, Any], level: float) -> list[tuple[str, dict[str, Any], dict[str, Any] | None]]:
+    """Methods that reach a level of rows, least error first: name, its error, and its paired error minus the paper's.
+
+    Methods that scan every key are left out: their rows are counted at 100 % or more.
+    """
+    methods: dict[str, list[dict[str, Any]]] = {}
+    for line in frontier["lines"]:
+        if line["bound"] is None and not line["full"]:
+            methods.setdefault(line["name"], []).append(line)
+    found = {name: errors for name, lines in methods.items() if (errors := at_rows(lines, level)) is not None}
+    seed, paper = frontier["settings"]["seed"], found.get(PAPER)
+    ranked = []
+    for name, errors in found.items():
+        minus = None
+        if paper is not None and name != PAPER:
+            minus = {task: list(np.subtract(own, paper[task])) for task, own in errors.items()}
+        ranked.append((name, over_prompts(errors, seed), minus and over_prompts(minus, seed)))
+    return sorted(ranked, key=lambda entry: entry[1]["mean"])
+
+
+def verdict(low: float | None, high: float | None, lower_wins: bool) -> str:
+    """What an interval of a difference says: won, lost, or nothing where it reaches zero or is not known."""
+    if low is None or high is None or low <= 0 <= high:
+        return ""
+    return "won" if (high < 0) == lower_wins else "lost"
+
+
+def _ranked_table(frontier: dict[str, Any], level: float) -> str:
+    lines = []
+    for name, error, minus in ranking(frontier, level):
+        span = "" if minus is None else shown(minus, 3)
+        lines.append(
+            [
+                name,
+                shown(error, 3),
+                span,
+                "" if minus is None else verdict(minus["low"], minus["high"], lower_wins=True),
+            ]
+        )
+    return markdown_table(["method", "attention error", "minus per head, paired", ""], lines)
+
+
+def _single(frontier: dict[str, Any]) -> dict[str, float]:
+    """Methods without a budget, and the one percentage of rows that each reads."""
+    return {line["name"]: line["kv"] for line in frontier["lines"] if line["S"] is None and line["bound"] is None}
+
+
+def _scans_table(frontier: dict[str, Any]) -> str:
+    scans = [line for line in frontier["lines"] if line["bound"] is not None]
+    lines = [
+        [line["name"], str(line["S"] or "-"), f"{line['kv']:.1f}", f"{line['bound']:.1f}", shown(line["error"], 3)]
+        for line in sorted(scans, key=lambda line: (line["name"], line["S"] or 0))
+    ]
+    return markdown_table(["method", "S", "rows read %", "bound %", "attention error"], lines)
+
+
+def _fewest(summary: dict[str, Any]) -> int:
+    """Prompts of the task that has fewest; summaries from before it was kept have equal numbers."""
+    return int(summary.get("fewest", summary["n"]))
+
+
+def _scores_table(summary: dict[str, Any]) -> str:
+    bounds, lines = has_bounds(summary), []
+    for entry in sorted(summary["conditions"], key=lambda entry: entry["cells"][MEAN]["access"]):
+        cell = entry["cells"][MEAN]
+        span, score = cell["difference"], cell["score"]
+        minus = f"{span['value']:+.1f} [{span['low']:+.1f}, {span['high']:+.1f}]" if span else ""
+        said = verdict(span["low"], span["high"], lower_wins=False) if span and _fewest(summary) >= FEWEST else ""
+        numbers = [f"{cell['access']:.1f}", *([f"{cell['bound']:.1f}"] if bounds else []), f"{score['value']:.1f}"]
+        lines.append([entry["name"], str(entry["S"] or "-"), *numbers, minus, said])
+    bound = ["bound %"] if bounds else []
+    return markdown_table(["setting", "S", "rows read %", *bound, "score", "minus dense, paired", ""], lines)
+
+
+def _read(path: str) -> Any:
+    return json.loads((ROOT / path).read_text(encoding="utf-8"))
+
+
+def short() -> str:
+    """The ranking that README shows."""
+    return _ranked_table(_read(f"{FRONTIER}/frontier.json"), SHORT)
+
+
+def page() -> str:
+    """The whole page."""
+    frontier = _read(f"{FRONTIER}/frontier.json")
+    prompts = " and ".join(f"{count} prompts of {task}" for task, count in frontier["prompts_per_task"].items())
+    parts = [
+        "# Results: every method at equal rows\n\n"
+        "Made of the files in these folders by `make results`; no number is typed by hand. `won` and `lost` say that a "
+        "95 % interval of the paired difference leaves out zero; nothing says that it does not, "
+        f"or that a task has fewer than {FEWEST} prompts. Rows read are Equation "
+        "13 (GQA) or 14 (MLA), routing included; they are logical access, not time.\n\n"
+        f"## Attention error, embedded model (MLA), {frontier['settings']['length']} tokens\n\n"
+        f"`latent-santa diagnose frontier`, {frontier['calls']} dense calls of {prompts}. Each method stands "
+        "at the same percentage of dense's rows: between its measured budgets, the logarithm of each prompt's error "
+        "is taken from a straight line over rows. Differences are to the paper's method on the same "
+        f"prompts at the same rows, {PAPER}. A method is missing at a level outside its measured budgets. An attention "
+        "error is no task score, and the embedded model knows this project's synthetic tasks alone.\n\n"
+        f"![attention error against rows read]({FRONTIER}/frontier.png)\n"
+    ]
+    for level in LEVELS:
+        parts.append(f"\n### {level:.0f} % of the rows\n\n{_ranked_table(frontier, level)}")
+    for name, level in _single(frontier).items():
+        parts.append(f"\n### {level:.1f} % of the rows, where {name} stands\n\n{_ranked_table(frontier, level)}")
+    parts.append(
+        "\n### Methods that scan every key\n\nBound: the rows that were attended, of dense's, as if no scan had been "
+        f"needed to choose them.\n\n{_scans_table(frontier)}"
+    )
+    for folder, title in RUNS.items():
+        summary = _read(f"{folder}/summary.json")
+        least = f"{summary['n']} prompts per task" + ("" if _fewest(summary) == summary["n"] else " at most")
+        parts.append(
+            f"\n## Task scores: {title}\n\n{summary['mean']}, {least}; {summary['data']}. Folder `{folder}`. `lost` "
+            f"means below dense decoding.\n\n{_scores_table(summary)}"
+        )
+        if summary["estimators"]:
+            span = summary["estimators"]["all"]
+            parts.append(
+                f"\nPooled minus per head over all settings that have both: {span['value']:+.1f} points "
+                f"[{span['low']:+.1f}, {span['high']:+.1f}].\n"
+            )
+    return "".join(parts)
+
+
+def with_short(readme: str) -> str:
+    """README's text with the ranking between its marks. Raises ValueError if a mark is not there."""
+    start, stop = readme.index(MARKS[0]) + len(MARKS[0]), readme.index(MARKS[1])
+    return f"{readme[:start]}\n{short()}\n{readme[stop:]}"
+
+
+if __name__ == "__main__":
+    (ROOT / "README.md").write_text(page(), encoding="utf-8")
+    readme = ROOT.parents[1] / "README.md"
+    readme.write_text(with_short(readme.read_text(encoding="utf-8")), encoding="utf-8")
