@@ -20,8 +20,9 @@ from latent_santa.routing_keys import RoutingKeys, quantise_parts
 from latent_santa.rows import Rows
 from latent_santa.teams import Teams, join_teams
 
-from .cache_layer import Grouped, TeamLayer
+from .cache_layer import TeamLayer
 from .families import Adapter
+from .layer_state import Grouped
 
 T = TypeVar("T")
 

@@ -13,8 +13,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from latent_santa.methods import METHODS
-from latent_santa.patches.cache_layer import Snapshot, TeamLayer
+from latent_santa.patches.cache_layer import TeamLayer
 from latent_santa.patches.control import CACHE_NAMES
+from latent_santa.patches.layer_state import Snapshot
 
 SHORT = 2048  # tokens of the prefill whose rows stand in for those of a long one
 SLOW_MS = 5000.0  # preparation from here on is timed at its first run
