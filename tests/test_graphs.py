@@ -269,6 +269,24 @@ def test_new_settings_other_weights_and_other_adapters_are_captured_anew() -> No
         assert captures(lambda: cache.crop(-1)) == 0  # a cut-off draft leaves the rows where they are
 
 
+def test_a_padding_mask_that_comes_and_goes_is_heeded() -> None:
+    model = tiny_model("qwen2")
+    found = {}
+    for graphs in ("off", "on"):
+        with latent_santa.patch(model, graphs=graphs, **SMALL) as santa:
+            cache, logits = filled(model, 50, 2), []
+            for number in range(12):
+                mask = torch.ones(2, 51 + number, dtype=torch.long)
+                mask[0, 50:53] = 0  # rows in no team
+                given = {"attention_mask": mask} if number in (4, 5, 8) else {}
+                logits.append(step(model, cache, 5 + number, **given).logits)
+            found[graphs] = torch.stack(logits), santa.access.as_dict()
+            # one that heeds a mask serves calls without any, too
+            assert santa.graphs.captured == (2 if graphs == "on" else 0)
+    torch.testing.assert_close(found["on"][0], found["off"][0], **ROUNDING)
+    assert found["on"][1] == found["off"][1]
+
+
 def test_two_caches_in_turn_each_keep_their_own() -> None:
     model = tiny_model("deepseek_v2")
     found = {}

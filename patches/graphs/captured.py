@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -56,10 +55,12 @@ class CapturedStep:
         # a copied or pickled cache has other addresses, so it starts without a captured step
         return (type(None), ())
 
-    def serves(self, layers: Sequence[TeamLayer], conditions: Conditions, rows: int) -> bool:
-        """Whether the cache stands where it was captured, under the same conditions, with room for ``rows``."""
+    def serves(self, call: ModelCall, conditions: Conditions) -> bool:
+        """Whether the cache stands where it was captured, under the same conditions, with room for the call's row."""
+        layers = call.layers
         return (
-            rows <= self.fixed.room
+            layers[0].get_seq_length() < self.fixed.room
+            and (call.visible is None or self.fixed.mask is not None)
             and self.conditions == conditions
             and len(layers) == len(self._rows)
             and all(_same(_records(layer), kept) for layer, kept in zip(layers, self._rows, strict=True))

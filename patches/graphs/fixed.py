@@ -27,7 +27,7 @@ class FixedCall(ModelCall):
     Attributes:
         place: ``(1,)`` int64, the row that the step writes; rows behind it are not there yet.
         key: ``(B, 2)`` int64 noise keys.
-        mask: ``(B, room)`` bool, False for padding rows, or None when all are real.
+        mask: ``(B, room)`` bool, False for padding rows, or None, which only calls without padding masks can use.
         start: ``(1,)`` int64, the first row of a suffix of limited length, or None.
         ring: the counts of the steps that ran, once a first one has.
     """
@@ -60,8 +60,8 @@ class FixedCall(ModelCall):
             self.key.copy_(key)
             self._key_from = key
         if self.mask is not None:
-            assert call.visible is not None
-            self.mask[:, : held + 1].copy_(call.visible)
+            now = self.mask[:, : held + 1]
+            now.fill_(True) if call.visible is None else now.copy_(call.visible)
 
     def begin(self, layers: Sequence[TeamLayer]) -> None:
         """What all layers share, from the place alone. The cache's layers are forgotten at the end of the step: they

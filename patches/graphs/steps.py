@@ -74,7 +74,7 @@ class StepGraphs:
             given = self._given(kwargs)
             conditions = self._conditions(given)
             graph = call.layers[0].graph
-            if graph is not None and graph.serves(call.layers, conditions, call.layers[0].get_seq_length() + 1):
+            if graph is not None and graph.serves(call, conditions):
                 self.replayed += 1
                 return self._done(graph, call, graph.replay(call, given))
             call.layers[0].graph = None  # its memory goes to the next one
