@@ -27,7 +27,8 @@ def fingerprints(queries: PromptQueries, rows: Rows, member: Tensor) -> Tensor:
     """
     batch, groups, heads, probes = queries.parts[0].shape[:4]
     real = queries.visible[:, -probes:]
-    found = torch.zeros(batch, groups, rows.length, heads * probes, device=rows.values.device)
+    shape = (batch, groups, rows.length, heads * probes)
+    found = torch.zeros(shape, dtype=torch.float32, device=rows.values.device)
     for b in range(batch):
         # real rows and real queries alone, so that a padded sequence is the same clustering problem as alone
         own = member[b].nonzero().flatten()

@@ -40,7 +40,7 @@ class PromptQueries:
         """
         length, held = rows.length, self.parts[0].shape[3]
         place = torch.arange(length, device=rows.values.device)
-        total = torch.zeros(*self.parts[0].shape[:3], length, device=rows.values.device)
+        total = torch.zeros(*self.parts[0].shape[:3], length, dtype=torch.float32, device=rows.values.device)
         for back in range(min(last, held), 0, -1):
             own = length - back
             s = scores(tuple(part[..., held - back, :] for part in self.parts), rows.keys, self.scale)

@@ -99,7 +99,7 @@ def select_top(phi: Tensor, k: int, pooled: bool = False) -> Selection:
     selected = torch.zeros_like(real).scatter_(-1, phi.topk(k).indices, True) & real
     union = selected.any(2)
     used = union[:, :, None] if pooled else selected
-    return Selection(union, torch.where(used, 0.0, torch.inf), torch.where(count > k, count, 0))
+    return Selection(union, torch.where(used, 0.0, torch.inf).float(), torch.where(count > k, count, 0))
 
 
 def pooled_correction(

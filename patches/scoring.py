@@ -31,7 +31,7 @@ def score(prompt: Prefilled, continuation: Tensor) -> Tensor:
         )
     real = continuation != IGNORED
     if not continuation.shape[1]:
-        return torch.zeros(continuation.shape, device=continuation.device)
+        return torch.zeros(continuation.shape, dtype=torch.float32, device=continuation.device)
     vocabulary = prompt.vocabulary
     wrong = continuation[real & ((continuation < 0) | (continuation >= vocabulary))]
     if wrong.numel():

@@ -9,6 +9,7 @@ import torch
 
 import latent_santa
 from latent_santa.kmeans import minibatch_kmeans
+from latent_santa.methods import METHODS
 from latent_santa.parents import contiguous_parents
 
 from .cases import frozen_teams, make_case
@@ -73,7 +74,28 @@ def test_generation(name, settings, other):
         with latent_santa.patch(model, **{**small, **settings}) as santa, default(dtype):
             output = generate(model, prompt(60), 4)
             results.append((output.sequences.tolist(), torch.stack(output.scores), santa.access.totals()))
-    (tokens, scores, rows), (other_tokens, other_scores, other_rows) = results
+    assert_same(*results)
+
+
+@pytest.fixture(scope="module")
+def qwen2():
+    return tiny_model("qwen2")
+
+
+@pytest.mark.parametrize("settings", [*({"method": name} for name in sorted(METHODS)), {"parents": "probes"}], ids=str)
+def test_every_method(settings, qwen2):
+    small = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
+    results = []
+    for dtype in (torch.float32, *OTHERS):
+        with latent_santa.patch(qwen2, **{**small, **settings}) as santa, default(dtype):
+            output = generate(qwen2, prompt(40), 3)
+            results.append((output.sequences.tolist(), torch.stack(output.scores), santa.access.totals()))
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+def assert_same(result, wanted):
+    (other_tokens, other_scores, other_rows), (tokens, scores, rows) = result, wanted
     assert other_tokens == tokens and torch.equal(other_scores, scores) and other_rows == rows
 
 

@@ -122,5 +122,6 @@ class FixedCall(ModelCall):
         assert self.visible is not None
         seen = self.visible[:, None, None]
         if implementation == "eager":  # it adds its mask to the scores
-            return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+            nothing = torch.zeros(seen.shape, dtype=torch.float32, device=seen.device)
+            return nothing.masked_fill(~seen, torch.finfo(torch.float32).min)
         return seen
