@@ -45,12 +45,15 @@ class CountRing:
         """Steps that fit."""
         return self.counts.shape[0]
 
+    # a ring that was made in inference mode is read-only outside it
+    @torch.inference_mode()
     def write(self, entries: Sequence[Entry]) -> None:
         """Enter one step's counts. A few launches for all layers, and nothing waits for the device."""
         stacked = torch.stack([count for _, _, *counts in entries for count in counts])
         self.counts.index_copy_(0, self.slot, stacked.to(torch.int32).view(1, *self.counts.shape[1:]))
         self.slot.add_(1)
 
+    @torch.inference_mode()
     def back(self) -> None:
         """Let the next step write where the last one did: a run of it was not a step of the model."""
         self.slot.fill_(self.filled)
@@ -59,6 +62,6 @@ class CountRing:
         """(layer, unit, ``(C, 4, B, G)`` int32) of the C steps that waited, which the ring forgets."""
         taken = self.counts[: self.filled].clone()
         self.filled = 0
-        self.slot.zero_()
+        self.back()
         for place, (layer, unit) in enumerate(self.layers):
             yield layer, unit, taken[:, place]

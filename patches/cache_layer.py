@@ -118,7 +118,7 @@ class TeamLayer(DynamicLayer):
         """
         if self.place is not None and self.buffers is not None:
             for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
-                buffer.index_copy_(2, self.place, new)
+                _write(buffer, self.place, new)
             return self.buffers
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             self._set(*super().update(key_states, value_states, *args, **kwargs))
@@ -311,8 +311,11 @@ def _begins(buffer: Tensor, view: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def _write(buffer: Tensor, start: int, new: Tensor) -> None:
+def _write(buffer: Tensor, start: int | Tensor, new: Tensor) -> None:
     """Write rows into a buffer, which may have been made in inference mode and is then read-only outside it."""
+    if isinstance(start, Tensor):
+        buffer.index_copy_(2, start, new)
+        return
     buffer[..., start : start + new.shape[-2], :] = new
 
 

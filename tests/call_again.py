@@ -20,16 +20,18 @@ class CallAgain:
         self._run: Callable[[], Any] = dict
 
     def first(self, run: Callable[[], Any]) -> Any:
-        self._kept = {name: value.clone() for name, value in run().items()}
-        return self._kept
+        result = run()
+        self._kept = {name: value.clone() for name, value in result.items()}
+        return result
 
     def capture(self, run: Callable[[], Any]) -> Any:
         self._run = run
         return self._kept
 
     def replay(self) -> None:
-        for name, value in self._run().items():
-            self._kept[name].copy_(value)
+        with torch.inference_mode():  # a graph writes wherever it was captured
+            for name, value in self._run().items():
+                self._kept[name].copy_(value)
 
 
 @contextmanager

@@ -287,6 +287,24 @@ def test_a_padding_mask_that_comes_and_goes_is_heeded() -> None:
     assert found["on"][1] == found["off"][1]
 
 
+def test_inference_mode_may_end_and_begin_between_steps() -> None:
+    """Tensors that were made in it are read-only outside it."""
+    model = tiny_model("qwen2")
+    found = {}
+    for graphs in ("off", "on"):
+        with latent_santa.patch(model, graphs=graphs, **SMALL) as santa:
+            with torch.inference_mode():
+                first = generated(model, prompt(50))
+            assert santa.access.percent < 100
+            logits = [step(model, cache_of(first)).logits for _ in range(4)]
+            with torch.inference_mode():
+                logits += [step(model, cache_of(first)).logits.clone() for _ in range(4)]
+            second = generated(model, torch.cat((first.sequences, prompt(19)), 1), **{cache_name(model): filled(model)})
+            found[graphs] = torch.cat(logits), second.sequences, santa.access.as_dict()
+    torch.testing.assert_close(found["on"][0], found["off"][0], **ROUNDING)
+    assert torch.equal(found["on"][1], found["off"][1]) and found["on"][2] == found["off"][2]
+
+
 def test_two_caches_in_turn_each_keep_their_own() -> None:
     model = tiny_model("deepseek_v2")
     found = {}

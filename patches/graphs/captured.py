@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -79,14 +80,14 @@ class CapturedStep:
 
     def _run(self, call: ModelCall, given: dict[str, Any]) -> dict[str, Tensor]:
         thread = self._control.thread
-        thread.call = self.fixed
+        present, thread.call = thread.call, self.fixed
         try:
             self.fixed.begin(call.layers)
             output = self._control.graphs.forward(**{**given, **self._inputs, **self._places})
             self.fixed.count()
         finally:
             self.fixed.end()
-            thread.call = call
+            thread.call = present
         cache = next((name for name, value in output.items() if isinstance(value, Cache)), None)
         self._output = type(output), cache
         return _tensors(output)
@@ -94,8 +95,9 @@ class CapturedStep:
     def replay(self, call: ModelCall, given: dict[str, Any]) -> Any:
         """Launch the step on other inputs; its output."""
         self.fixed.set(call)
-        for name, held in self._inputs.items():
-            held.copy_(given[name])
+        with torch.inference_mode():  # as in FixedCall.set
+            for name, held in self._inputs.items():
+                held.copy_(given[name])
         self._engine.replay()
         # a copy of the caller's own: the next replay writes into the same tensors
         return self._with_cache({name: value.clone() for name, value in self._kept.items()}, given)

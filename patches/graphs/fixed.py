@@ -49,8 +49,12 @@ class FixedCall(ModelCall):
         self._suffixes: dict[tuple[Any, ...], Suffix] = {}
         self._entries: list[Entry] = []
 
+    @torch.inference_mode()
     def set(self, call: ModelCall) -> None:
-        """Enter what the next step depends on; a few small launches."""
+        """Enter what the next step depends on; a few small launches.
+
+        Tensors that were made in inference mode are read-only outside it, and a cache may be used in both.
+        """
         held = call.layers[0].get_seq_length()
         self.place.fill_(held)
         if self.start is not None:
