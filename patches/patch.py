@@ -50,7 +50,8 @@ def patch(
         A handle, also a context manager: ``with latent_santa.patch(model, budget=512) as santa: ...``.
 
     Raises:
-        TypeError: ``model`` is no transformers model, or ``config`` no :class:`SantaConfig`.
+        TypeError: ``model`` is no transformers model, ``config`` no :class:`SantaConfig`, or ``compile`` no
+            bool.
         ValueError: a setting is invalid.
         RuntimeError: the model is patched already, or the backend, the graphs or the compiler that were asked for
             cannot run here.
@@ -66,6 +67,8 @@ def patch(
         if config is not None:
             raise ValueError(f"config and preset={preset!r} were both given: give one, and change fields by name")
         config = SantaConfig.preset(preset)
+    if not isinstance(compile, bool):
+        raise TypeError(f"compile={compile!r}: must be True or False")
     adapters = find_adapters(model)
     settings = checked_settings(adapters, config, SantaConfig(), overrides)
     check(model, adapters)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from latent_santa.config import SantaConfig
+from latent_santa.methods import METHODS
 
 from .calls import Kind
 from .control import Control
@@ -92,8 +93,13 @@ def _described(config: SantaConfig) -> str:
         parts.append(f"two-stage routing (K1={config.parents_per_head}, {config.parent_summary})")
     if used.get("exact_first") or used.get("exact_last"):
         parts.append(f"first {config.exact_first} and last {config.exact_last} rows exact")
+    if used.get("routing_dtype", "model") != "model":
+        parts.append(f"{config.routing_dtype} routing keys")
     if "noise" in used:
         parts.append(f"{config.noise} noise")
+    if "regroup_after" in used:
+        after = METHODS[config.method].regroup_after(config)
+        parts.append(f"generated rows grouped at {after}" if after else "generated rows exact")
     return ", ".join(parts)
 
 

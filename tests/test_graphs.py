@@ -207,6 +207,8 @@ def test_graphs_on_refuses_a_device_without_them_at_once_and_leaves_the_model_al
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="graphs='yes': choose from auto, on, off"):
         latent_santa.patch(tiny_model("qwen2"), graphs="yes")
+    with pytest.raises(TypeError, match="compile='off': must be True or False"):
+        latent_santa.patch(tiny_model("qwen2"), compile="off")  # type: ignore[arg-type]
 
 
 def test_a_few_steps_are_not_worth_a_capture() -> None:

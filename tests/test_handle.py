@@ -70,6 +70,12 @@ def test_the_report_says_which_settings_its_counts_are_of(model):
         )
         assert "4 sparse and 0 dense calls: method santa++, contiguous parents, P=8, R=2, S=16 (K=4), pooled" in report
         santa.reset()
+        for changed in ({"regroup_after": 8}, {"regroup_after": 0}, {"routing_dtype": "int8"}):
+            santa.configure(**changed)
+            generate(model, prompt(40), 4)
+        lines = flat(santa.report()).split("4 sparse and 0 dense calls: ")[1:]
+        assert "rows grouped at 8" in lines[0] and "rows exact" in lines[1] and "int8 routing keys" in lines[2]
+        santa.reset()
         generate(model, prompt(40), 4)
         assert "add up" not in santa.report()
     assert "layers no longer patched" in santa.report()
