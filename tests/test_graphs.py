@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import latent_santa
-from latent_santa.patches.graphs.steps import LEAST_AHEAD, LEAST_BEHIND, SHORT
+from latent_santa.patches.graphs.steps import LEAST_AHEAD, LEAST_BEHIND, MOST_WASTED, SHORT, WASTED
 
 from .call_again import CallAgain, on_the_cpu
 from .tiny_models import cache_name, cache_of, padded, prompt, tiny_model
@@ -222,6 +222,21 @@ def test_a_few_steps_are_not_worth_a_capture() -> None:
             step(model, cache)
         assert (santa.graphs.captured, santa.graphs.replayed) == (1, 2)
         assert santa.graphs.eager == {SHORT: LEAST_BEHIND}
+
+
+def test_a_cache_whose_steps_change_each_time_gets_no_more_captures() -> None:
+    model = tiny_model("qwen2")
+    with latent_santa.patch(model, **SMALL) as santa:
+        cache = filled(model)
+        for number in range(12):
+            santa.configure(budget=16 + 16 * (number % 2))
+            step(model, cache)
+        assert santa.graphs.captured == MOST_WASTED and santa.graphs.replayed == 0
+        assert santa.graphs.eager == {SHORT: LEAST_BEHIND, WASTED: 12 - LEAST_BEHIND - MOST_WASTED}
+        other = filled(model)
+        for _ in range(6):
+            step(model, other)
+        assert santa.graphs.replayed == 6 - LEAST_BEHIND - 1
 
 
 def test_a_capture_that_fails_leaves_the_step_as_it_was_and_is_not_tried_again() -> None:

@@ -35,12 +35,13 @@ class CapturedStep:
     Attributes:
         fixed: what changes from step to step, in tensors of its own.
         conditions: what it was captured under.
+        served: steps that replayed it.
     """
 
     def __init__(
         self, engine: Engine, call: ModelCall, control: Control, conditions: Conditions, given: dict[str, Any]
     ) -> None:
-        self.fixed, self.conditions = FixedCall(call), conditions
+        self.fixed, self.conditions, self.served = FixedCall(call), conditions, 0
         self._engine, self._control, self._scratch = engine, control, Workspace()
         self._rows = [_records(layer) for layer in call.layers]
         self._inputs = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}

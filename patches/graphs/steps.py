@@ -32,7 +32,10 @@ MODES = ("auto", "on", "off")
 # a capture costs what some replays save: so many steps must follow where their number is known, and so many must have
 # been made on the same rows where it is not
 LEAST_AHEAD, LEAST_BEHIND = 4, 2
+# captures in a row that served fewer steps than they cost, after which a cache gets no more
+MOST_WASTED = 3
 SHORT = "too few steps to pay for a capture"
+WASTED = "captures of this cache's steps served too few of them: settings, masks or rows change from step to step"
 
 
 class StepGraphs:
@@ -54,6 +57,7 @@ class StepGraphs:
         self.forward = control.base.forward
         self._look: Look | None = None
         self._behind: weakref.WeakKeyDictionary[TeamLayer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+        self._wasted: weakref.WeakKeyDictionary[TeamLayer, int] = weakref.WeakKeyDictionary()
         self._failed: dict[Conditions, str] = {}
         self.reset()
         if mode == "on":
@@ -76,14 +80,22 @@ class StepGraphs:
             graph = call.layers[0].graph
             if graph is not None and graph.serves(call, conditions):
                 self.replayed += 1
+                graph.served += 1
                 return self._done(graph, call, graph.replay(call, given))
             call.layers[0].graph = None  # its memory goes to the next one
-            reason = self._failed.get(conditions)
+            reason = self._failed.get(conditions) or self._spent(call.layers[0], graph)
             if reason is None and (graph is not None or self._pays(call)):
                 return self._capture(call, conditions, given)
         self._refuse(reason)
         self.eager[reason or SHORT] += 1
         return self.forward(**kwargs)
+
+    def _spent(self, first: TeamLayer, graph: CapturedStep | None) -> str | None:
+        """Why the cache gets no more captures, or None; ``graph`` is one that no longer serves."""
+        if graph is not None:
+            wasted = self._wasted.get(first, 0) + 1 if graph.served < LEAST_AHEAD else 0
+            self._wasted[first] = wasted
+        return WASTED if self.mode == "auto" and self._wasted.get(first, 0) >= MOST_WASTED else None
 
     def _refuse(self, reason: str | None) -> None:
         if self.mode == "on" and reason is not None:
