@@ -176,8 +176,9 @@ class Control:
             step = visible.sum(-1)
         self.begin(ModelCall(kind, layers, visible, step))
         self._warn_beyond_limit(held + new, step)
-        if kind is Kind.DECODE:
+        if kind.one_token:
             self._reserve(layers, held + new)
+        if kind is Kind.DECODE:
             self._group(layers, visible)
         return (), kwargs
 

@@ -75,6 +75,11 @@ class Recorded:
         """A layer's rows at the end: the prompt's N, then the generated ones."""
         return self._control.adapters[layer].rows(*self._rows[layer])
 
+    def prompt_rows(self, layer: int) -> Rows:
+        """A layer's rows of the prompt alone."""
+        keys, values = (part[:, :, : self.prompt.input_ids.shape[1]] for part in self._rows[layer])
+        return self._control.adapters[layer].rows(keys, values)
+
     def points(self, layer: int) -> Tensor:
         """What a layer's prompt rows are grouped by, ``(1, G, N, D)``: content latents (MLA) or rotated keys (GQA)."""
         points: Tensor = self._control.adapters[layer].points(self._rows[layer][0])

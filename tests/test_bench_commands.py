@@ -16,6 +16,7 @@ from latent_santa.eval.errors import EvalError
 
 pytest.importorskip("triton", reason="triton is not installed: bench operator cannot run")
 
+from latent_santa.eval.bench import facts
 from latent_santa.eval.bench.workload import FORMAT, Size, load, save, synthetic
 
 
@@ -203,3 +204,9 @@ def test_help_imports_no_torch(kind: str) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code, *kind.split()], capture_output=True, text=True, timeout=60)
     assert shown.stderr.strip() == "[]" and f"usage: latent-santa bench {kind}".strip() in shown.stdout
+
+
+@pytest.mark.parametrize("out", [["--out", "/some/where"], ["--out=/some/where"], []])
+def test_a_recorded_command_leaves_out_where_its_files_lie(out: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["latent-santa", "bench", "decode", *out, "--batch", "8"])
+    assert facts.facts("cpu")["command"] == "latent-santa bench decode --batch 8"

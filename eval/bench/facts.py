@@ -21,6 +21,12 @@ def facts(device: str, **settings: Any) -> dict[str, Any]:
         **{package: versions[package] for package in ("torch", "triton", "transformers") if package in versions},
         "date": datetime.date.today().isoformat(),
         "commit": source(),
-        "command": "latent-santa " + " ".join(sys.argv[1:]),
+        "command": "latent-santa " + " ".join(_what_was_asked(sys.argv[1:])),
         **settings,
     }
+
+
+def _what_was_asked(arguments: list[str]) -> list[str]:
+    """The arguments without ``--out``, which says where a file lies on one machine and nothing about its numbers."""
+    pairs = zip(arguments, ["", *arguments], strict=False)
+    return [now for now, before in pairs if before != "--out" and now != "--out" and not now.startswith("--out=")]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from latent_santa.config import SantaConfig
-from latent_santa.rows import Rows, scores
+from latent_santa.rows import scores
 from latent_santa.teams import Teams
 
 from .intervals import over_prompts, shown
@@ -97,12 +97,10 @@ class Jensen:
     def measure(self, santa: SantaHandle, recorded: Recorded, key: str) -> dict[str, Any]:
         """For each routing key two histograms over all layers, calls and heads: of groups, and of attention mass."""
         santa.configure(self._partitions[key])
-        length = recorded.prompt.input_ids.shape[1]
         found: dict[str, list[Tensor]] = {}
         for layer, teams in enumerate(recorded.teams()):
             assert teams is not None
-            rows = recorded.rows(layer)
-            prompt = Rows(tuple(part[:, :, :length] for part in rows.keys), rows.values[:, :, :length])
+            prompt = recorded.prompt_rows(layer)
             several = (teams.sizes > 1)[:, :, None]
             for call in range(recorded.calls):
                 query, scale = recorded.query(layer, call)

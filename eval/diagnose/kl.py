@@ -16,7 +16,7 @@ from torch import Tensor
 
 from latent_santa.config import SantaConfig
 from latent_santa.eval.errors import EvalError
-from latent_santa.rows import Rows, scores
+from latent_santa.rows import scores
 from latent_santa.teams import Teams, build_centroids
 
 from .intervals import over_prompts, shown
@@ -107,11 +107,9 @@ class Divergence:
             return {"layers": {}}  # the answer ended at once: no decoding call
         santa.configure(self._partitions[key])
         found: dict[str, list[float]] = {}
-        length = recorded.prompt.input_ids.shape[1]
         for layer, teams in enumerate(recorded.teams()):
             assert teams is not None
-            rows = recorded.rows(layer)
-            prompt = Rows(tuple(part[:, :, :length] for part in rows.keys), rows.values[:, :, :length])
+            prompt = recorded.prompt_rows(layer)
             keys = {MEAN_KEY: build_centroids(prompt, teams.team_of_row.long())}
             if self._partitions[key].method == "santa++":
                 keys[REPRESENTATIVE] = teams

@@ -54,11 +54,11 @@ class Windows:
 
     def measure(self, santa: SantaHandle, recorded: Recorded, key: str) -> dict[str, Any]:
         """WER of every head, layer by layer."""
-        length, found = recorded.prompt.input_ids.shape[1], []
+        found = []
         for layer in range(recorded.layers):
             query, scale = recorded.query(layer, 0)
-            keys = (part[:, :, :length] for part in recorded.rows(layer).keys)
-            found.append(effectiveness(scores(query, keys, scale).softmax(-1)).flatten().tolist())
+            s = scores(query, recorded.prompt_rows(layer).keys, scale)
+            found.append(effectiveness(s.softmax(-1)).flatten().tolist())
         return {"wer": found}
 
     def summary(self, results: Results, settings: dict[str, Any]) -> dict[str, Any]:

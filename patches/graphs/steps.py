@@ -140,9 +140,6 @@ class StepGraphs:
 
     def _capture(self, call: ModelCall, conditions: Conditions, given: dict[str, Any]) -> Any:
         """Make the step and keep its launches for the next ones."""
-        rows = call.layers[0].get_seq_length() + 1
-        for layer in call.layers:
-            layer.make_room(rows)
         begun = time.perf_counter()
         engine = ENGINES[call.layers[0].keys.device.type](call.layers[0].keys.device)
         graph = CapturedStep(engine, call, self.control, conditions, given)
