@@ -105,6 +105,40 @@ def mark(p_flags, p_union, p_corrections, i_team, i_h, H, MP, b_log_c, m_team, O
         tl.atomic_or(p_union + i_team // 32, bit, mask=m_team, sem="relaxed")
 
 
+@triton.jit
+def places_in_use(p_count, K, OF: tl.constexpr, PDL: tl.constexpr):
+    """How many places have a score, and whether all of them are selected without looking at it. The launch before
+    writes how many places of a list there are."""
+    if OF == LISTED:
+        # fewer teams than K are selected like any: their threshold is -inf
+        wait(PDL)
+        n = tl.load(p_count)
+        everything = n == 0
+    else:
+        n = tl.load(p_count)
+        everything = n <= K
+        wait(PDL)
+    return n, everything
+
+
+@triton.jit
+def teams_at(
+    i_place, m_place, listed_teams, listed_parents, parent_log_c, i_bg, i_h, H, PLACES, CP, OF: tl.constexpr,
+    POOLED: tl.constexpr,
+):  # fmt: skip
+    """The teams or parents at the places, and the log c_p that a per-head correction of listed teams begins with."""
+    i_team = i_place
+    b_before = tl.zeros(i_place.shape, tl.float32)
+    if OF == LISTED:
+        o_list = i_bg.to(tl.int64) * PLACES + i_place
+        i_team = tl.load(listed_teams + o_list, mask=m_place, other=0)
+        if not POOLED:
+            i_parent = tl.load(listed_parents + o_list, mask=m_place, other=0)
+            p_parent_log_c = parent_log_c + i_bg.to(tl.int64) * CP * H + i_h
+            b_before = tl.load(p_parent_log_c + i_parent * H, mask=m_place, other=0.0)
+    return i_team, b_before
+
+
 @triton.jit(do_not_specialize=["layer", "quad", "K"])
 def select_kernel(
     tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, blocks,
@@ -136,15 +170,7 @@ def select_kernel(
     p_union = union + i_bg.to(tl.int64) * (MP // 32)
     p_blocks = blocks + i_bgh * NB
     p_found = found + i_bgh * ROOM
-    if OF == LISTED:
-        # fewer teams than K are selected like any: their threshold is -inf
-        wait(PDL)
-        n = tl.load(count + i_bg)
-        everything = n == 0
-    else:
-        n = tl.load(count + i_bg)
-        everything = n <= K
-        wait(PDL)
+    n, everything = places_in_use(count + i_bg, K, OF=OF, PDL=PDL)
     if everything:
         # lines 3-5: all teams, c = 1
         for start in range(0, n, NT):
@@ -177,15 +203,10 @@ def select_kernel(
         m_slot = i_slot < listed
         b_pair = tl.load(p_found + i_slot, mask=m_slot, other=0)  # [ROOM]
         b_noisy = tl.where(m_slot, (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))  # [ROOM]
-        i_team = b_pair.to(tl.int32)
-        b_before = tl.zeros((ROOM,), tl.float32)
-        if OF == LISTED:
-            o_list = i_bg.to(tl.int64) * PLACES + i_team
-            i_team = tl.load(listed_teams + o_list, mask=m_slot, other=0)
-            if not POOLED:
-                i_parent = tl.load(listed_parents + o_list, mask=m_slot, other=0)
-                p_parent_log_c = parent_log_c + i_bg.to(tl.int64) * CP * H + i_h
-                b_before = tl.load(p_parent_log_c + i_parent * H, mask=m_slot, other=0.0)
+        i_team, b_before = teams_at(
+            b_pair.to(tl.int32), m_slot, listed_teams, listed_parents, parent_log_c, i_bg, i_h, H, PLACES, CP, OF=OF,
+            POOLED=POOLED,
+        )  # fmt: skip
         # lines 9-10: the K-th largest score, and tau below it
         b_kth, b_tau = two_ranks(b_noisy, ranks(b_noisy), K - 1)
         m_picked = m_slot & (b_noisy >= b_kth)

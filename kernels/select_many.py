@@ -10,10 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import wait
 from .draws import gumbel_head, sequence_key
 from .maths import log_inclusion
-from .select import LISTED, mark, packed
+from .select import mark, packed, places_in_use, teams_at
 
 BINS = tl.constexpr(128)
 
@@ -102,14 +101,7 @@ def select_many_kernel(
     p_union = union + i_bg.to(tl.int64) * (MP // 32)
     p_blocks = blocks + i_bgh * (PLACES // BLOCK)
     p_found = found + i_bgh * ROOM
-    if OF == LISTED:
-        wait(PDL)
-        n = tl.load(count + i_bg)
-        everything = n == 0
-    else:
-        n = tl.load(count + i_bg)
-        everything = n <= K
-        wait(PDL)
+    n, everything = places_in_use(count + i_bg, K, OF=OF, PDL=PDL)
     if everything:
         # lines 3-5: all teams, c = 1
         for start in range(0, n, LANES):
@@ -154,15 +146,10 @@ def select_many_kernel(
             m_slot = i_slot < taken
             b_pair = tl.load(p_found + i_slot, mask=m_slot, other=0)  # [LANES]
             b_noisy = (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            i_team = b_pair.to(tl.int32)
-            b_before = tl.zeros((LANES,), tl.float32)
-            if OF == LISTED:
-                o_list = i_bg.to(tl.int64) * PLACES + i_team
-                i_team = tl.load(listed_teams + o_list, mask=m_slot, other=0)
-                if not POOLED:
-                    i_parent = tl.load(listed_parents + o_list, mask=m_slot, other=0)
-                    p_parent_log_c = parent_log_c + i_bg.to(tl.int64) * CP * H + i_h
-                    b_before = tl.load(p_parent_log_c + i_parent * H, mask=m_slot, other=0.0)
+            i_team, b_before = teams_at(
+                b_pair.to(tl.int32), m_slot, listed_teams, listed_parents, parent_log_c, i_bg, i_h, H, PLACES, CP,
+                OF=OF, POOLED=POOLED,
+            )  # fmt: skip
             # line 11: log c_g from phi_g - tau
             b_phi = b_noisy - gumbel_head(seed, i_team, quad + i_g * 65536, i_h, now, layer, SHARED)
             b_log_c = log_inclusion(b_phi - b_tau) + b_before
