@@ -60,6 +60,86 @@ def add_values(b_out, b_weight, b_value, TALL: tl.constexpr):
     return dot(tl.trans(b_value), b_weight, b_out) if TALL else dot(b_weight, b_value, b_out)
 
 
+@triton.jit
+def attend_listed(
+    p_keys0, p_keys1, p_values, p_list_rows, p_list_teams, p_list_bits, corrections, total, first_team, i_head, b_high0,
+    b_low0, b_high1, b_low1, scale, H, keys0_stride, keys1_stride, values_stride, D0: tl.constexpr, D1: tl.constexpr,
+    BD0: tl.constexpr, BD1: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, TALL: tl.constexpr,
+    LATENT: tl.constexpr, SPLIT: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, DTYPE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Lines 14-18 over ``total`` listed rows: per head the largest score ``[HB]``, the mass and the sum of values under
+    exp(score - largest). The sequence's corrections follow those of ``first_team`` others; strides are of a row."""
+    HB: tl.constexpr = i_head.shape[0]
+    # U-hat is exp(b_top) times b_out, Z-hat exp(b_top) times b_mass
+    b_top = tl.full((HB,), float("-inf"), tl.float32)  # [HB]
+    b_mass = tl.zeros((HB,), tl.float32)  # [HB]
+    axis: tl.constexpr = 0 if TALL else 1
+    b_out = tl.zeros((BV, HB) if TALL else (HB, BV), tl.float32)  # [HB, BV], if TALL [BV, HB]
+    zero = tl.zeros((BN, HB) if TALL else (HB, BN), tl.float32)  # [HB, BN], if TALL [BN, HB], as scores and biases
+    for start in tl.range(0, total, BN, num_stages=STAGES):
+        i_slot = start + tl.arange(0, BN)
+        m_slot = i_slot < total
+        i_row = tl.load(p_list_rows + i_slot, mask=m_slot, other=0)  # [BN]
+        i_team = tl.load(p_list_teams + i_slot, mask=m_slot, other=-1)  # [BN]
+        b_key0 = load_rows(p_keys0, i_row, m_slot, keys0_stride, D0, BD0)  # [BN, BD0]
+        b_bias = zero
+        if not ALL:
+            m_sampled = m_slot & (i_team >= 0)
+            i_known = first_team + tl.maximum(i_team, 0)
+            if POOLED:
+                b_bias += by_row(tl.load(corrections + i_known, mask=m_sampled, other=0.0), TALL)
+            else:
+                # a head that did not select the row's team has no correction for it, and the row counts for nothing
+                b_bits = tl.load(p_list_bits + i_slot, mask=m_sampled, other=0)  # [BN]
+                o_log_c = by_row(i_known, TALL) * H + by_head(i_head, TALL)
+                m_log_c = by_row(m_sampled, TALL) & by_head(i_head < H, TALL)
+                b_log_c = tl.load(corrections + o_log_c, mask=m_log_c, other=0.0)
+                m_picked = ((by_row(b_bits, TALL) >> by_head(tl.arange(0, HB), TALL)) & 1) != 0
+                b_bias = tl.where(by_row(m_sampled, TALL), tl.where(m_picked, b_log_c, float("inf")), 0.0)
+        b_bias = tl.where(by_row(m_slot, TALL), b_bias, float("inf"))
+        b_score = add_products(zero, b_key0, b_high0, TALL)
+        if SPLIT:
+            b_score = add_products(b_score, b_key0, b_low0, TALL)
+        if LATENT:
+            b_key1 = load_rows(p_keys1, i_row, m_slot, keys1_stride, D1, BD1)  # [BN, BD1]
+            b_score = add_products(b_score, b_key1, b_high1, TALL)
+            if SPLIT:
+                b_score = add_products(b_score, b_key1, b_low1, TALL)
+        b_value = b_key0 if LATENT else load_rows(p_values, i_row, m_slot, values_stride, V, BV)  # [BN, BV]
+        b_score = b_score * scale - b_bias
+        b_new = tl.maximum(b_top, tl.max(b_score, axis))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink = tl.exp(b_top - b_safe)
+        b_weight = tl.exp(b_score - by_head(b_safe, TALL))
+        b_mass = b_mass * b_shrink + tl.sum(b_weight, axis)
+        b_out = b_out * by_head(b_shrink, TALL)
+        if SPLIT:
+            b_weight_high, b_weight_low = split(b_weight, DTYPE)
+            b_out = add_values(b_out, b_weight_high, b_value, TALL)
+            b_out = add_values(b_out, b_weight_low, b_value, TALL)
+        else:
+            b_out = add_values(b_out, b_weight.to(DTYPE), b_value, TALL)
+        b_top = b_new
+    return b_top, b_mass, b_out
+
+
+@triton.jit
+def store_share(
+    part_out, part_max, part_sum, b_top, b_mass, b_out, i_bgh, i_head, i_share, shares, H, total, V: tl.constexpr,
+    BV: tl.constexpr, TALL: tl.constexpr,
+):  # fmt: skip
+    """Write what :func:`attend_listed` found in one share; without rows, no sum of values."""
+    m_head = i_head < H
+    o_part = (i_bgh + i_head) * shares + i_share
+    tl.store(part_max + o_part, b_top, mask=m_head)
+    tl.store(part_sum + o_part, b_mass, mask=m_head)
+    if total > 0:
+        i_dim = tl.arange(0, BV)
+        m_out = by_head(m_head, TALL) & by_row(i_dim < V, TALL)
+        tl.store(part_out + by_head(o_part, TALL) * V + by_row(i_dim, TALL), b_out, mask=m_out)
+
+
 @triton.jit(do_not_specialize=["E", "visible_stride"])
 def attend_kernel(
     query0, query1, keys0, keys1, values, team_of_row, flags, corrections, index, visible, list_rows, list_teams,
@@ -115,65 +195,17 @@ def attend_kernel(
     )  # fmt: skip
     tl.debug_barrier()
 
-    # lines 14-18: U-hat is exp(b_top) times b_out, Z-hat exp(b_top) times b_mass
-    b_top = tl.full((HB,), float("-inf"), tl.float32)  # [HB]
-    b_mass = tl.zeros((HB,), tl.float32)  # [HB]
-    axis: tl.constexpr = 0 if TALL else 1
-    b_out = tl.zeros((BV, HB) if TALL else (HB, BV), tl.float32)  # [HB, BV], if TALL [BV, HB]
-    zero = tl.zeros((BN, HB) if TALL else (HB, BN), tl.float32)  # [HB, BN], if TALL [BN, HB], as scores and biases
-    for start in tl.range(0, total, BN, num_stages=STAGES):
-        i_slot = start + tl.arange(0, BN)
-        m_slot = i_slot < total
-        i_row = tl.load(p_list_rows + i_slot, mask=m_slot, other=0)  # [BN]
-        i_team = tl.load(p_list_teams + i_slot, mask=m_slot, other=-1)  # [BN]
-        b_key0 = load_rows(p_keys0, i_row, m_slot, keys0_strides[2], D0, BD0)  # [BN, BD0]
-        b_bias = zero
-        if not ALL:
-            m_sampled = m_slot & (i_team >= 0)
-            i_known = i_bg.to(tl.int64) * MP + tl.maximum(i_team, 0)
-            if POOLED:
-                b_bias += by_row(tl.load(corrections + i_known, mask=m_sampled, other=0.0), TALL)
-            else:
-                # a head that did not select the row's team has no correction for it, and the row counts for nothing
-                b_bits = tl.load(p_list_bits + i_slot, mask=m_sampled, other=0)  # [BN]
-                o_log_c = by_row(i_known, TALL) * H + by_head(i_head, TALL)
-                m_log_c = by_row(m_sampled, TALL) & by_head(i_head < H, TALL)
-                b_log_c = tl.load(corrections + o_log_c, mask=m_log_c, other=0.0)
-                m_picked = ((by_row(b_bits, TALL) >> by_head(tl.arange(0, HB), TALL)) & 1) != 0
-                b_bias = tl.where(by_row(m_sampled, TALL), tl.where(m_picked, b_log_c, float("inf")), 0.0)
-        b_bias = tl.where(by_row(m_slot, TALL), b_bias, float("inf"))
-        b_score = add_products(zero, b_key0, b_high0, TALL)
-        if SPLIT:
-            b_score = add_products(b_score, b_key0, b_low0, TALL)
-        if LATENT:
-            b_key1 = load_rows(p_keys1, i_row, m_slot, keys1_strides[2], D1, BD1)  # [BN, BD1]
-            b_score = add_products(b_score, b_key1, b_high1, TALL)
-            if SPLIT:
-                b_score = add_products(b_score, b_key1, b_low1, TALL)
-        b_value = b_key0 if LATENT else load_rows(p_values, i_row, m_slot, values_strides[2], V, BV)  # [BN, BV]
-        b_score = b_score * scale - b_bias
-        b_new = tl.maximum(b_top, tl.max(b_score, axis))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_shrink = tl.exp(b_top - b_safe)
-        b_weight = tl.exp(b_score - by_head(b_safe, TALL))
-        b_mass = b_mass * b_shrink + tl.sum(b_weight, axis)
-        b_out = b_out * by_head(b_shrink, TALL)
-        if SPLIT:
-            b_weight_high, b_weight_low = split(b_weight, DTYPE)
-            b_out = add_values(b_out, b_weight_high, b_value, TALL)
-            b_out = add_values(b_out, b_weight_low, b_value, TALL)
-        else:
-            b_out = add_values(b_out, b_weight.to(DTYPE), b_value, TALL)
-        b_top = b_new
+    b_top, b_mass, b_out = attend_listed(
+        p_keys0, p_keys1, p_values, p_list_rows, p_list_teams, p_list_bits, corrections, total,
+        i_bg.to(tl.int64) * MP, i_head, b_high0, b_low0, b_high1, b_low1, scale, H, keys0_strides[2],
+        keys1_strides[2], values_strides[2], D0=D0, D1=D1, BD0=BD0, BD1=BD1, V=V, BV=BV, BN=BN, TALL=TALL,
+        LATENT=LATENT, SPLIT=SPLIT, POOLED=POOLED, ALL=ALL, DTYPE=DTYPE, STAGES=STAGES,
+    )  # fmt: skip
 
-    m_head = i_head < H
-    o_part = (i_bgh + i_head) * shares + i_share
-    tl.store(part_max + o_part, b_top, mask=m_head)
-    tl.store(part_sum + o_part, b_mass, mask=m_head)
-    if total > 0:
-        i_dim = tl.arange(0, BV)
-        m_out = by_head(m_head, TALL) & by_row(i_dim < V, TALL)
-        tl.store(part_out + by_head(o_part, TALL) * V + by_row(i_dim, TALL), b_out, mask=m_out)
+    store_share(
+        part_out, part_max, part_sum, b_top, b_mass, b_out, i_bgh, i_head, i_share, shares, H, total, V=V, BV=BV,
+        TALL=TALL,
+    )  # fmt: skip
     if tl.program_id(1) == 0:
         p_count = part_rows + (i_bg.to(tl.int64) * shares + i_share) * 2
         tl.store(p_count, union)

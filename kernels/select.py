@@ -139,6 +139,56 @@ def teams_at(
     return i_team, b_before
 
 
+@triton.jit
+def draw_teams(
+    p_tops, p_noisy, p_flags, p_union, p_corrections, p_blocks, p_found, n, seed, now, listed_teams, listed_parents,
+    parent_log_c, layer, quad, K, i_bg, i_h, H, PLACES, MP, CP, BLOCK: tl.constexpr, NT: tl.constexpr,
+    COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr, OF: tl.constexpr, POOLED: tl.constexpr,
+    SHARED: tl.constexpr,
+):  # fmt: skip
+    """Find and mark the K teams of one head among the scores at its first ``n`` places; returns the K-th and (K+1)-st
+    largest score. Pointers are the head's own; the rest as in :func:`select_kernel`."""
+    i_block = tl.arange(0, NT)
+    b_top = tl.load(p_tops + i_block, mask=i_block < tl.cdiv(n, BLOCK), other=float("-inf"))  # [NT]
+    bound = tl.full((), float("-inf"), tl.float32)
+    if COARSE > 0:
+        # maxima that are far apart share a coarse one, so that neighbours do not hide one another; with fewer than
+        # K + 1 real ones the bound is -inf
+        b_coarse = tl.max(tl.reshape(b_top, (NT // COARSE, COARSE)), 0)  # [COARSE]
+        bound = at_rank(b_coarse, ranks(b_coarse), K)
+    m_block, bound, listed = reaching(b_top, bound, K + 1, NB)
+    i_slot = tl.cumsum(m_block.to(tl.int32), 0) - 1
+    tl.store(p_blocks + i_slot, i_block, mask=m_block)
+    tl.debug_barrier()
+    i_lane = tl.arange(0, NB * BLOCK)
+    m_lane = i_lane // BLOCK < listed
+    i_place = tl.load(p_blocks + i_lane // BLOCK, mask=m_lane, other=0) * BLOCK + i_lane % BLOCK  # [NB * BLOCK]
+    b_noisy = tl.load(p_noisy + i_place, mask=m_lane & (i_place < n), other=float("-inf"))  # [NB * BLOCK]
+    m_score, bound, listed = reaching(b_noisy, bound, K + 1, ROOM)
+    i_slot = tl.cumsum(m_score.to(tl.int32), 0) - 1
+    tl.store(p_found + i_slot, packed(b_noisy, i_place), mask=m_score)
+    tl.debug_barrier()
+    i_slot = tl.arange(0, ROOM)
+    m_slot = i_slot < listed
+    b_pair = tl.load(p_found + i_slot, mask=m_slot, other=0)  # [ROOM]
+    b_noisy = tl.where(m_slot, (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))  # [ROOM]
+    i_team, b_before = teams_at(
+        b_pair.to(tl.int32), m_slot, listed_teams, listed_parents, parent_log_c, i_bg, i_h, H, PLACES, CP, OF=OF,
+        POOLED=POOLED,
+    )  # fmt: skip
+    # lines 9-10: the K-th largest score, and tau below it
+    b_kth, b_tau = two_ranks(b_noisy, ranks(b_noisy), K - 1)
+    m_picked = m_slot & (b_noisy >= b_kth)
+    if b_kth == b_tau:
+        # equal scores on both sides of the threshold: the lower teams win, as many as there is room for
+        m_picked = m_slot & first_reaching(b_noisy, b_kth, K)
+    # line 11: log c_g from phi_g - tau
+    b_phi = b_noisy - gumbel_head(seed, i_team, quad, i_h, now, layer, SHARED)  # [ROOM]
+    b_log_c = log_inclusion(b_phi - b_tau) + b_before
+    mark(p_flags, p_union, p_corrections, i_team, i_h, H, MP, b_log_c, m_picked, OF=OF)
+    return b_kth, b_tau
+
+
 @triton.jit(do_not_specialize=["layer", "quad", "K"])
 def select_kernel(
     tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, blocks,
@@ -179,43 +229,10 @@ def select_kernel(
         tl.store(tau + i_bgh, float("-inf"))
         tl.store(kth + i_bgh, float("-inf"))
     else:
-        i_block = tl.arange(0, NT)
-        b_top = tl.load(p_tops + i_block, mask=i_block < tl.cdiv(n, BLOCK), other=float("-inf"))  # [NT]
-        bound = tl.full((), float("-inf"), tl.float32)
-        if COARSE > 0:
-            # maxima that are far apart share a coarse one, so that neighbours do not hide one another; with fewer than
-            # K + 1 real ones the bound is -inf
-            b_coarse = tl.max(tl.reshape(b_top, (NT // COARSE, COARSE)), 0)  # [COARSE]
-            bound = at_rank(b_coarse, ranks(b_coarse), K)
-        m_block, bound, listed = reaching(b_top, bound, K + 1, NB)
-        i_slot = tl.cumsum(m_block.to(tl.int32), 0) - 1
-        tl.store(p_blocks + i_slot, i_block, mask=m_block)
-        tl.debug_barrier()
-        i_lane = tl.arange(0, NB * BLOCK)
-        m_lane = i_lane // BLOCK < listed
-        i_place = tl.load(p_blocks + i_lane // BLOCK, mask=m_lane, other=0) * BLOCK + i_lane % BLOCK  # [NB * BLOCK]
-        b_noisy = tl.load(p_noisy + i_place, mask=m_lane & (i_place < n), other=float("-inf"))  # [NB * BLOCK]
-        m_score, bound, listed = reaching(b_noisy, bound, K + 1, ROOM)
-        i_slot = tl.cumsum(m_score.to(tl.int32), 0) - 1
-        tl.store(p_found + i_slot, packed(b_noisy, i_place), mask=m_score)
-        tl.debug_barrier()
-        i_slot = tl.arange(0, ROOM)
-        m_slot = i_slot < listed
-        b_pair = tl.load(p_found + i_slot, mask=m_slot, other=0)  # [ROOM]
-        b_noisy = tl.where(m_slot, (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))  # [ROOM]
-        i_team, b_before = teams_at(
-            b_pair.to(tl.int32), m_slot, listed_teams, listed_parents, parent_log_c, i_bg, i_h, H, PLACES, CP, OF=OF,
-            POOLED=POOLED,
+        b_kth, b_tau = draw_teams(
+            p_tops, p_noisy, p_flags, p_union, p_corrections, p_blocks, p_found, n, seed, now, listed_teams,
+            listed_parents, parent_log_c, layer, quad + i_g * 65536, K, i_bg, i_h, H, PLACES, MP, CP, BLOCK=BLOCK,
+            NT=NT, COARSE=COARSE, NB=NB, ROOM=ROOM, OF=OF, POOLED=POOLED, SHARED=SHARED,
         )  # fmt: skip
-        # lines 9-10: the K-th largest score, and tau below it
-        b_kth, b_tau = two_ranks(b_noisy, ranks(b_noisy), K - 1)
-        m_picked = m_slot & (b_noisy >= b_kth)
-        if b_kth == b_tau:
-            # equal scores on both sides of the threshold: the lower teams win, as many as there is room for
-            m_picked = m_slot & first_reaching(b_noisy, b_kth, K)
-        # line 11: log c_g from phi_g - tau
-        b_phi = b_noisy - gumbel_head(seed, i_team, quad + i_g * 65536, i_h, now, layer, SHARED)  # [ROOM]
-        b_log_c = log_inclusion(b_phi - b_tau) + b_before
-        mark(p_flags, p_union, p_corrections, i_team, i_h, H, MP, b_log_c, m_picked, OF=OF)
         tl.store(tau + i_bgh, b_tau)
         tl.store(kth + i_bgh, b_kth)
