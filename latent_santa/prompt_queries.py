@@ -10,6 +10,8 @@ from torch import Tensor
 from .peers import Peers
 from .rows import Rows, scores
 
+EVERY = 1 << 40  # as a number of last tokens: all that there are
+
 
 @dataclass(frozen=True)
 class PromptQueries:
@@ -27,13 +29,14 @@ class PromptQueries:
     visible: Tensor
     others: Peers | None = None
 
-    def weights(self, rows: Rows, last: int) -> Tensor:
+    def weights(self, rows: Rows, last: int, at_once: int = 1) -> Tensor:
         """Attention weights of the prompt's ``last`` tokens (W or fewer), summed over them.
 
         Each sees the rows up to its own. Tokens that are padding add nothing.
 
         Args:
             rows: the prefill cache, N rows.
+            at_once: tokens whose weights are formed together.
 
         Returns:
             ``(B, G, H, N)`` float32, at most ``last``.
@@ -41,12 +44,13 @@ class PromptQueries:
         length, held = rows.length, self.parts[0].shape[3]
         place = torch.arange(length, device=rows.values.device)
         total = torch.zeros(*self.parts[0].shape[:3], length, dtype=torch.float32, device=rows.values.device)
-        for back in range(min(last, held), 0, -1):
-            own = length - back
-            s = scores(tuple(part[..., held - back, :] for part in self.parts), rows.keys, self.scale)
-            seen = (self.visible & (place <= own) & self.visible[:, own, None])[:, None, None]
+        for own in place[length - min(last, held) :].split(at_once):  # the tokens' own rows
+            asked = tuple(part.index_select(3, own - (length - held)).flatten(2, 3) for part in self.parts)
+            s = scores(asked, rows.keys, self.scale).unflatten(2, (-1, len(own)))
+            seen = self.visible[:, None] & (place <= own[:, None]) & self.visible[:, own, None]
+            seen = seen[:, None, None]
             # of padding tokens every row is hidden, and a softmax over none is NaN
-            total += s.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
+            total += s.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0).sum(3)
         return total
 
     def over_heads(self, weights: Tensor) -> Tensor:

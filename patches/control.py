@@ -19,6 +19,7 @@ from latent_santa.config import SantaConfig
 from latent_santa.methods import METHODS
 from latent_santa.noise import noise_keys
 from latent_santa.probes import PROBES
+from latent_santa.prompt_queries import EVERY
 
 from .cache_layer import TeamLayer, adopt_cache
 from .calls import Kind, ModelCall, classify
@@ -97,9 +98,11 @@ class Control:
 
     @property
     def observed(self) -> int:
-        """How many queries of a prompt's end are kept: in a prefill for any settings, as many as any method needs."""
+        """How many queries of a prompt's end are kept: in a prefill for any settings, as many as any method needs that
+        does not need all of them."""
         if self.thread.preparing:
-            return max(PROBES, *(method.window for method in METHODS.values()))
+            few = (method.window for method in METHODS.values() if method.window != EVERY)
+            return max(PROBES, METHODS[self.config.method].queries(self.config), *few)
         return METHODS[self.config.method].queries(self.config)
 
     def count(self, kind: Kind) -> int:

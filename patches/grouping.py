@@ -66,8 +66,8 @@ def group_waiting(
         if method.window:
             _, rows, member = _span(waiting, theirs, visible, 0, stop)
             member = member & (torch.arange(stop, device=member.device) >= start)
-            queries = [_queries(layers[n], adapters[n], start, stop, visible, config) for n in numbers]
-            records: Iterable[Teams | None] = method.build_by_queries(queries, rows, member, config)
+            asked = (_queries(layers[n], adapters[n], start, stop, visible, config) for n in numbers)
+            records: Iterable[Teams | None] = method.build_by_queries(asked, rows, member, config)
         else:
             points, rows, member = _span(waiting, theirs, visible, start, stop)
             early = member & _early(visible, member, start, first)
@@ -78,7 +78,7 @@ def group_waiting(
                 # the prompt's last queries, also where its last rows stay out of the teams
                 queries = [_queries(layers[n], adapters[n], start, end, visible, config) for n in numbers]
                 pairs = zip(queries, rows, strict=True)
-                rows = [replace(own, fingerprints=fingerprints(asked, own, member)) for asked, own in pairs]
+                rows = [replace(own, fingerprints=fingerprints(last, own, member)) for last, own in pairs]
             records = method.build(points, rows, member, config)
         for n, teams in zip(numbers, records, strict=True):
             if teams is not None:

@@ -31,7 +31,6 @@ class Prefilled:
         attention_mask: ``(B, N)``, or None when all tokens are real.
     """
 
-    @torch.no_grad()
     def __init__(
         self,
         model: PreTrainedModel,
@@ -47,7 +46,14 @@ class Prefilled:
         self._lock, self._busy = threading.RLock(), False
         self._check_patched()
         self._name = next(name for name in CACHE_NAMES if name in control.names)
-        self._cache = DynamicCache(config=control.base.config)
+        self._kwargs = kwargs
+        self._fill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Compute the prefill, and keep as many queries as the settings in force look at, or most other settings do."""
+        control = self._control
+        self._states, self._last, self._cache = [], [], DynamicCache(config=control.base.config)
         control.thread.preparing = True
         try:
             options = {
@@ -57,7 +63,8 @@ class Prefilled:
                 "num_return_sequences": 1,
                 self._name: self._cache,
             }
-            model.generate(input_ids, attention_mask=attention_mask, **kwargs, **options)
+            self._model.generate(self.input_ids, attention_mask=self.attention_mask, **self._kwargs, **options)
+            self._queries = control.observed
         finally:
             control.thread.preparing = False
         self._states = [layer.snapshot() for layer in self._layers]
@@ -105,10 +112,14 @@ class Prefilled:
     def rewound(self) -> Any:
         """The cache as the prefill left it, all N rows, grouped under the settings in force.
 
+        Where these look at the queries of all prompt tokens and others were in force before, it is computed again.
+
         Raises:
             RuntimeError: the patch was undone.
         """
         self._check_patched()
+        if self._control.observed > self._queries:
+            self._fill()
         for layer, state, last in zip(self._layers, self._states, self._last, strict=True):
             layer.rewind(state)
             layer.overwrite_last(*last)

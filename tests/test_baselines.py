@@ -25,9 +25,17 @@ from .tiny_models import assert_same, cache_of, generate, padded, prompt, tiny_m
 SCANS = ("oracle_rows", "oracle_teams")
 TEAMS = ("oracle_teams", "top_teams", "uncorrected")
 PAGES = ("quest", "page_mean", "rope_blocks")
-TOGETHER = ("page_mean", "rope_blocks", "sparq", "streaming_llm", "tova")  # the heads of a group choose together
-KEPT = ("snapkv", "tova")  # in loops in test_kept_rows.py
-BASELINES = ("oracle_rows", *TEAMS, *PAGES, "sparq", "streaming_llm", *KEPT)
+TOGETHER = (
+    "page_mean",
+    "rope_blocks",
+    "infllm",
+    "sparq",
+    "streaming_llm",
+    "tova",
+)  # the heads of a group choose together
+KEPT = ("snapkv", "tova", "h2o")
+ASKED = (*KEPT, "infllm")  # of the prompt's queries; in loops in test_kept_rows.py
+BASELINES = ("oracle_rows", *TEAMS, *PAGES, "sparq", "streaming_llm", *ASKED)
 # a budget at which tiny prompts leave rows out
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 8}
 
@@ -35,7 +43,7 @@ SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budge
 def settings(method, **changes):
     """The small settings that the method has, with some changed."""
     own = METHODS[method].settings
-    if method in PAGES:
+    if method in (*PAGES, "infllm"):
         changes = {"parent_size": 4, **changes}
     return latent_santa.SantaConfig(
         method=method, **{name: value for name, value in {**SMALL, **changes}.items() if name in own}
@@ -150,7 +158,7 @@ def built(case, config):
 
 def runs():
     """Every baseline at budgets from one unit to all rows, pooled too where it has a choice."""
-    for method, budget in product((name for name in BASELINES if name not in KEPT), (4, 8, 16, 400)):
+    for method, budget in product((name for name in BASELINES if name not in ASKED), (4, 8, 16, 400)):
         yield method, max(budget, 5) if method == "streaming_llm" else budget, "per_head"
         if "estimator" in METHODS[method].settings:
             yield method, budget, "pooled"
@@ -284,9 +292,10 @@ def test_a_second_turn_groups_what_is_new(model, method):
 
 @pytest.mark.parametrize("layout", ["mla", "gqa"])
 def test_quest_bounds_every_score_of_a_page(layout):
+    config = settings("quest")
     case = make_case(layout, 3, 1 if layout == "mla" else 2, (37, 5, 22))
-    pages = built(case, settings("quest"))
-    bound = METHODS["quest"].page_scores(case.step, pages)
+    pages = built(case, config)
+    bound = METHODS["quest"].page_scores(case.step, pages, config)
     s = scores(case.query, case.frozen, case.scale)
     place = pages.team_of_row.long()[:, :, None].expand_as(s)
     of_row = bound.gather(-1, place.clamp_min(0))
@@ -327,7 +336,9 @@ def test_integer_codes_rank_nearly_as_keys_do(model, method):
      ("page_mean", 3, "page_mean selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
      ("rope_blocks", 3, "rope_blocks selects floor(S / P) pages, so S must be at least P = parent_size = 4"),
      ("streaming_llm", 4, "S must be more than 4"),
-     ("snapkv", 1, "S is at least 2")],
+     ("infllm", 7, "S must be at least 2 P = 8"),
+     ("snapkv", 1, "snapkv keeps last rows and others, so S is at least 2"),
+     ("h2o", 1, "h2o keeps last rows and others, so S is at least 2")],
 )  # fmt: skip
 def test_budgets_that_select_nothing_are_refused(method, budget, rule):
     with pytest.raises(ValueError) as error:
@@ -363,6 +374,8 @@ def test_names_and_slugs_tell_them_apart():
         "streaming_llm S=8",
         "snapkv S=8",
         "tova S=8",
+        "h2o S=8",
+        "infllm B=4 S=8",
     ]
     assert slug(configs[1]) == "oracle_teams_contiguous_8-2_per_head_s8"
     assert len({slug(config) for config in configs}) == len(configs)

@@ -336,6 +336,8 @@ def test_conditions_expand_check_and_name_themselves():
     )
     assert conditions[0] == DENSE
     assert len(conditions) == 1 + 2 + 2 * 2 * 2 * 2 + 2 * 2 * 2
+    own = expand(DENSE, ["santa", "snapkv"], [4], ["per_head"], [], [], [], budgets_of={"snapkv": [7, 9]})
+    assert [(condition.method, condition.budget) for condition in own] == [("santa", 4), ("snapkv", 7), ("snapkv", 9)]
     slugs = [slug(condition) for condition in conditions]
     assert len(set(slugs)) == len(slugs) and "santapp_k-means_16-4_per_head_s128" in slugs and "dense" in slugs
     # A slug must never be the beginning of another's file name before a dot.

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import latent_santa
 from latent_santa import naive as ref
-from latent_santa.methods import METHODS
+from latent_santa.methods import METHODS, infllm
 from latent_santa.prompt_queries import PromptQueries
 from latent_santa.rows import Rows
 
@@ -20,7 +20,7 @@ from .cases import make_case
 from .test_baselines import attend, settings, top
 from .tiny_models import assert_same, cache_of, filled_cache, generate, padded, prompt, tiny_model
 
-KEPT = ("snapkv", "tova")
+KEPT = ("snapkv", "tova", "h2o")
 
 
 def asked(case, window, seed=4):
@@ -41,7 +41,7 @@ def weights_in_loops(queries, keys, scale, places):
 
 def kept_in_loops(method, config, heads, keys, scale):
     """The rows that each head keeps; ``heads (H, W, D)`` are the queries of the last W of the rows ``keys``."""
-    length, window = len(keys), 1 if method == "tova" else min(32, config.budget // 2)
+    length, window = len(keys), {"tova": 1, "h2o": len(keys)}.get(method, min(32, config.budget // 2))
     votes = []
     for queries in heads:
         used = min(window, len(queries), length)
@@ -52,6 +52,9 @@ def kept_in_loops(method, config, heads, keys, scale):
             total = np.array([around[i : i + 5].sum() / 5 for i in range(length)])
             total[max(0, length - window) :] = 1000 + np.arange(length)[max(0, length - window) :]
         votes.append(total)
+    if method == "h2o":
+        late = range(max(0, length - config.budget // 2), length)
+        return [top([*mine[: late[0]]], config.budget - len(late)) | {*late} for mine in votes]
     if method == "tova":
         votes = [np.mean(votes, 0)] * len(votes)
     return [top(mine, config.budget) for mine in votes]
@@ -62,6 +65,7 @@ def runs():
         for budget in (2, 7, 20, 400):
             yield method, budget, "per_head"
     yield "snapkv", 7, "pooled"
+    yield "h2o", 7, "pooled"
 
 
 @pytest.mark.parametrize("layout", ["mla", "gqa"])
@@ -69,7 +73,7 @@ def runs():
 def test_equals_its_loops(method, budget, estimator, layout):
     case = make_case(layout, 3, 1, (37, 5, 22), suffix=3, hidden=((1, 0),))
     config = settings(method, budget=budget, estimator=estimator)
-    queries = asked(case, METHODS[method].window)
+    queries = asked(case, min(METHODS[method].window, case.prompt.shape[1]))
     before = Rows(case.frozen, case.frozen[0] if layout == "mla" else case.rows.values[:, :, : case.prompt.shape[1]])
     (teams,) = METHODS[method].build_by_queries([queries], [before], case.prompt, config)
     output = METHODS[method].attend(replace(case.step, teams=teams), config, None)
@@ -87,6 +91,50 @@ def test_equals_its_loops(method, budget, estimator, layout):
         np.testing.assert_allclose(output.out[b, 0].numpy(), wanted, rtol=2e-5, atol=2e-6)
         assert [int(part[b, 0]) for part in (output.routing, output.union, output.suffix)] == [
             0, len(union), len(suffix)
+        ]  # fmt: skip
+
+
+def blocks_in_loops(config, heads, keys, scale):
+    """InfLLM's routing keys and the blocks that it reads for a query: the mean of the heads' queries ``(W, D)``."""
+    length, blocks = len(keys), ref.contiguous_parents(len(keys), config.parent_size)
+    asked, means = heads.mean(0), []
+    for block in blocks:
+        local = {}
+        for row in block:
+            behind = range(row + 1, min(row + 1 + infllm.LOCAL, length))
+            local[row] = np.mean([ref.score(asked[i], keys[row], scale) for i in behind]) if behind else 0.0
+        means.append(np.mean([keys[row] for row in sorted(block, key=lambda row: -local[row])[:4]], 0))
+    k = config.teams_per_head
+
+    def read(queries):
+        always = {0, *range(max(0, len(blocks) - k // 2), len(blocks))}
+        ranks = [
+            float("inf") if m in always else ref.score(queries.mean(0), mean, scale) for m, mean in enumerate(means)
+        ]
+        return [row for m in top(ranks, k) for row in blocks[m]]
+
+    return len(blocks), read
+
+
+@pytest.mark.parametrize("layout", ["mla", "gqa"])
+@pytest.mark.parametrize("budget", [10, 15, 20, 400])
+def test_infllm_equals_its_loops(budget, layout, monkeypatch):
+    monkeypatch.setattr(infllm, "LOCAL", 9)  # of 37 rows some have more tokens behind them, others fewer
+    case = make_case(layout, 3, 1, (37, 5, 22), suffix=3, hidden=((1, 0),))
+    config, queries = settings("infllm", parent_size=5, budget=budget), asked(case, case.prompt.shape[1])
+    before = Rows(case.frozen, case.frozen[0] if layout == "mla" else case.rows.values[:, :, : case.prompt.shape[1]])
+    (teams,) = METHODS["infllm"].build_by_queries([queries], [before], case.prompt, config)
+    output = METHODS["infllm"].attend(replace(case.step, teams=teams), config, None)
+    for b in range(3):
+        inputs, real = case.reference_inputs(b, 0, 1), case.prompt[b].numpy()
+        frozen = np.concatenate([part[b, 0].double().numpy() for part in case.frozen], -1)[real]
+        heads = np.concatenate([part[b, 0].double().numpy() for part in queries.parts], -1)[:, real]
+        blocks, read = blocks_in_loops(config, heads, frozen, case.scale)
+        rows, suffix = read(inputs["queries"]), list(inputs["suffix"])
+        wanted = [attend(q, inputs["keys"], inputs["values"], rows + suffix, case.scale) for q in inputs["queries"]]
+        np.testing.assert_allclose(output.out[b, 0].numpy(), wanted, rtol=2e-5, atol=2e-6)
+        assert [int(part[b, 0]) for part in (output.routing, output.union, output.suffix)] == [
+            blocks if blocks > config.teams_per_head else 0, len(rows), len(suffix)
         ]  # fmt: skip
 
 
@@ -128,6 +176,8 @@ def test_the_votes_are_the_models_own_attention(model, method):
         heads = votes.transpose(2, 3).flatten(1, 2)[0]  # (heads, N)
         if method == "tova":
             wanted = own[0, :, -1].mean(0).expand_as(heads)
+        elif method == "h2o":
+            wanted = own[0].sum(1)
         else:
             sums = torch.nn.functional.pad(own[0, :, -4:, :-4].sum(1), (2, 2))
             wanted = sums.unfold(1, 5, 1).mean(-1)
@@ -166,6 +216,17 @@ def test_each_turn_is_voted_for_by_its_own_queries(model, method):
         santa.configure(settings(method, budget=16))
         assert kept.generate(max_new_tokens=4).tolist() == first.sequences.tolist()
     assert dense.tolist() == generate(model, ids, 4).sequences.tolist()
+
+
+@pytest.mark.parametrize("method", ["h2o", "infllm"])
+def test_a_prefill_for_other_settings_is_computed_again_for_the_queries_of_all_tokens(model, method):
+    ids, mask = padded([70, 90])
+    with latent_santa.patch(model, settings("snapkv")) as santa:
+        kept = santa.prefill(ids, mask)
+        assert kept.rewound().layers[0].observed.states.shape[2] == 64  # the most that any other method looks at
+        santa.configure(settings(method))
+        wanted = generate(model, ids, 4, attention_mask=mask).sequences
+        assert kept.generate(max_new_tokens=4).tolist() == wanted.tolist()
 
 
 def test_beams_take_their_queries_with_them(model):

@@ -79,6 +79,21 @@ def team(text: str) -> tuple[int, int]:
     return int(size), int(representatives)
 
 
+def budgets_of(text: str) -> tuple[str, list[int]]:
+    """METHOD=S,S,... as a pair.
+
+    Raises argparse.ArgumentTypeError if it is not.
+    """
+    method, equals, listed = text.partition("=")
+    try:
+        budgets = [int(part) for part in listed.split(",")]
+    except ValueError:
+        budgets = []
+    if not equals or not method.strip() or not budgets:
+        raise argparse.ArgumentTypeError(f"{text!r} is not METHOD=S,S,..., such as quest=256,512")
+    return method.strip(), budgets
+
+
 def template_option(text: str) -> tuple[str, Any]:
     """NAME=VALUE as a pair; a value that reads as JSON (true, 3, null) is taken for it, any other is a text.
 
@@ -167,12 +182,21 @@ def add_method_options(
         default="dense,santa++",
         help="of dense, absorbed_dense, santa++ (Algorithm 1), santa, gumbel_rows, centroid (Appendix B.2), and the "
         "baselines that README describes: oracle_rows, oracle_teams, top_teams, uncorrected, quest, page_mean, "
-        "rope_blocks, sparq, streaming_llm, snapkv, tova, magicpig",
+        "rope_blocks, infllm, sparq, streaming_llm, snapkv, tova, h2o, magicpig",
     )
     add(
         "--budgets",
         type=values(int, "128,256"),
         help=f"S, nominal budgets; each head selects K = S / (P / R) teams (default: {budgets})",
+    )
+    add(
+        "--budgets-of",
+        type=budgets_of,
+        action="append",
+        default=[],
+        metavar="METHOD=S,S",
+        help="S of one method in place of --budgets, since equal S reads other rows under other methods; may be given "
+        "several times",
     )
     add(
         "--estimators",
@@ -219,7 +243,7 @@ def add_method_options(
         "--centroid-sizes",
         type=values(int, "16,32"),
         default="16",
-        help="B, nominal rows per cluster of centroid; rows per page of quest, page_mean and rope_blocks",
+        help="B, nominal rows per cluster of centroid; rows per page of quest, page_mean, rope_blocks and infllm",
     )
     add(
         "--noise",
@@ -298,6 +322,7 @@ def base_config(args: argparse.Namespace, spec: ModelSpec) -> SantaConfig:
 def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig, ...]:
     """Every asked combination of method and settings on top of what they share, dense first. Raises EvalError."""
     from latent_santa.eval.run.conditions import expand
+    from latent_santa.methods import METHODS
 
     if args.teams and (args.parent_size, args.representatives) != (None, None):
         raise EvalError("--teams replaces --parent-size and --representatives: give one or the other")
@@ -314,7 +339,13 @@ def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig
     sizes = (args.parents, teams, args.centroid_sizes)
     hashes = [{"hash_bits": k, "hash_tables": n} for k, n in product(args.hash_bits, args.hash_tables)]
     exact = [{"exact_first": a, "exact_last": b} for a, b in product(args.exact_first or [0], args.exact_last or [0])]
-    return expand(base, args.methods, args.budgets, args.estimators, *sizes, routing, args.noise, hashes, exact)
+    own = dict(args.budgets_of)
+    for method in own:
+        if method not in args.methods:
+            raise EvalError(f"--budgets-of {method}: it is not among --methods {','.join(args.methods)}: add it there")
+        if method in METHODS and "budget" not in METHODS[method].settings:
+            raise EvalError(f"--budgets-of {method}: it has no budget: leave the option out")
+    return expand(base, args.methods, args.budgets, args.estimators, *sizes, routing, args.noise, hashes, exact, own)
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

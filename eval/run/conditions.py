@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from latent_santa.backends import BACKENDS
@@ -128,6 +129,7 @@ def expand(
     noise: Sequence[str] = (),
     hashes: Sequence[Mapping[str, Any]] = ({},),
     exact: Sequence[Mapping[str, Any]] = ({},),
+    budgets_of: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[SantaConfig, ...]:
     """All conditions of a run, dense first, each method with the settings that it uses.
 
@@ -138,6 +140,7 @@ def expand(
     noise    kinds of noise; none given: the base's
     hashes   fields that say how rows are hashed, such as {"hash_bits": 10, "hash_tables": 150}
     exact    fields that say which rows stay out of teams, such as {"exact_first": 16, "exact_last": 48}
+    budgets_of  budgets of single methods, in place of `budgets`
 
     Raises EvalError naming what is wrong.
     """
@@ -151,7 +154,8 @@ def expand(
             if value not in known:
                 raise EvalError(f"unknown {what} {value!r}; choose from {', '.join(known)}")
 
-    def variants(own: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def variants(method: str) -> Iterator[dict[str, Any]]:
+        own = swept_by(method)
         sizes: Sequence[tuple[int, ...]] = [()]
         if "representatives" in own:
             sizes = teams
@@ -165,14 +169,14 @@ def expand(
             [dict(fields) for fields in routing] if "routing" in own else [{}],
             [dict(fields) for fields in hashes] if "hash_bits" in own else [{}],
             [dict(fields) for fields in exact] if "exact_first" in own else [{}],
-            [{"budget": value} for value in budgets] if "budget" in own else [{}],
+            [{"budget": value} for value in budgets_of.get(method, budgets)] if "budget" in own else [{}],
         ]
         for parts in product(*axes):
             yield {field: value for part in parts for field, value in part.items()}
 
     found: dict[SantaConfig, None] = {}
     for method in sorted(methods, key=lambda method: method != "dense"):
-        for variant in variants(swept_by(method)):
+        for variant in variants(method):
             try:
                 found[replace(base, method=method, **variant)] = None
             except ValueError as error:

@@ -5,6 +5,8 @@ from .base import Method
 from .centroid import Centroid
 from .dense import Dense
 from .gumbel_rows import GumbelRows
+from .h2o import H2O
+from .infllm import InfLLM
 from .magicpig import MagicPIG
 from .oracle_rows import OracleRows
 from .oracle_teams import OracleTeams
@@ -34,10 +36,12 @@ METHODS: dict[str, Method] = {
         Quest(),
         PageMean(),
         RopeBlocks(),
+        InfLLM(),
         SparQ(),
         StreamingLLM(),
         SnapKV(),
         Tova(),
+        H2O(),
         MagicPIG(),
         AbsorbedDense(),
         Dense(),

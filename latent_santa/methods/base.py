@@ -35,7 +35,8 @@ class Method:
         sampled: False for a method that leaves a decoding call to the model's own attention.
         fixed_shapes: whether a step launches the same kernels on the same shapes whatever its tensors hold, and reads
             none of them on the host, so that a CUDA graph may replay it.
-        window: queries of a prompt's last tokens that its rows are grouped by, in :meth:`build_by_queries`.
+        window: queries of a prompt's last tokens that its rows are grouped by, in :meth:`build_by_queries`; ``EVERY``
+            for those of all its tokens.
         apart: whether ``attend`` may be given a share of a sharing group's heads, with the processes that have the
             others (``DecodeStep.peers``). Where not, each process attends with all heads and keeps its own.
     """
@@ -87,12 +88,13 @@ class Method:
         return [None] * len(points)
 
     def build_by_queries(
-        self, queries: Sequence[PromptQueries], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+        self, queries: Iterable[PromptQueries], rows: Sequence[Rows], member: Tensor, config: SantaConfig
     ) -> Iterable[Teams]:
         """What a method with a ``window`` does in place of :meth:`build`.
 
         Args:
-            queries: of each layer, those of the span's last ``window`` tokens, or of all if it has fewer.
+            queries: of each layer, those of the span's last ``window`` tokens, or of all if it has fewer. Each is made
+                when it is asked for: those of a whole prompt are large.
         """
         raise NotImplementedError(f"method {self.name!r} looks at no queries")
 

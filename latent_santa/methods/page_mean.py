@@ -13,6 +13,8 @@ Count: m = M pages, 0 where K >= M; u = the rows of the chosen pages, at most S;
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from ..rows import scores
@@ -20,12 +22,15 @@ from ..step import DecodeStep
 from ..teams import Teams
 from .pages import Pages
 
+if TYPE_CHECKING:
+    from ..config import SantaConfig
+
 
 class PageMean(Pages):
     name = "page_mean"
     about = "pages of largest mean-key score, chosen by the heads of a group together"
-    settings = ("parent_size", "budget", "regroup_after", "routing_dtype", "first_token")
+    settings: tuple[str, ...] = ("parent_size", "budget", "regroup_after", "routing_dtype", "first_token")
 
-    def page_scores(self, step: DecodeStep, pages: Teams) -> Tensor:
+    def page_scores(self, step: DecodeStep, pages: Teams, config: SantaConfig) -> Tensor:
         keys = (part.float() for part in pages.routing_keys)
         return scores(step.query, keys, step.scale).mean(2, keepdim=True)

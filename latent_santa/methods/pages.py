@@ -57,7 +57,7 @@ class Pages(Method):
         """The pages, which come with their mean keys, with the routing keys that this method scores."""
         return pages
 
-    def page_scores(self, step: DecodeStep, pages: Teams) -> Tensor:
+    def page_scores(self, step: DecodeStep, pages: Teams, config: SantaConfig) -> Tensor:
         """What pages are ranked by, ``(B, G, H, M)``, or ``(B, G, 1, M)`` where a group's heads choose together."""
         raise NotImplementedError
 
@@ -67,6 +67,6 @@ class Pages(Method):
         if pages.M <= k:
             picked = take_all(pages.sizes > 0)
         else:
-            phi = self.page_scores(step, pages).masked_fill((pages.sizes == 0)[:, :, None], float("-inf"))
+            phi = self.page_scores(step, pages, config).masked_fill((pages.sizes == 0)[:, :, None], float("-inf"))
             picked = select_top(phi, k, "estimator" in self.settings and config.estimator == "pooled")
         return attend_teams(step, picked, k)

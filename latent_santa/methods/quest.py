@@ -42,7 +42,7 @@ class Quest(Pages):
         smallest = tuple(PlainKeys(page_extremes(part, pages, "amin")) for part in rows.keys)
         return replace(pages, routing_keys=largest + smallest)
 
-    def page_scores(self, step: DecodeStep, pages: Teams) -> Tensor:
+    def page_scores(self, step: DecodeStep, pages: Teams, config: SantaConfig) -> Tensor:
         # max(q_d min_d, q_d max_d) is q_d max_d where q_d is positive, and else q_d min_d
         halves = tuple(q.clamp_min(0) for q in step.query) + tuple(q.clamp_max(0) for q in step.query)
         return scores(halves, (part.float() for part in pages.routing_keys), step.scale)

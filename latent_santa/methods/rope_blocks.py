@@ -41,7 +41,7 @@ class RopeBlocks(PageMean):
     def summarised(self, pages: Teams, rows: Rows) -> Teams:
         return replace(pages, routing_keys=pages.routing_keys[-1:])
 
-    def page_scores(self, step: DecodeStep, pages: Teams) -> Tensor:
+    def page_scores(self, step: DecodeStep, pages: Teams, config: SantaConfig) -> Tensor:
         return scores(step.query[-1:], [pages.routing_keys[-1].float()], step.scale).mean(2, keepdim=True)
 
     def unit(self, rows: Rows, teams: Teams | None, config: SantaConfig) -> Unit:

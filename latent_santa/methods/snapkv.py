@@ -45,13 +45,13 @@ class SnapKV(Method):
 
     def check(self, config: SantaConfig) -> None:
         if config.budget < 2:
-            raise ValueError(f"budget={config.budget}: snapkv keeps last rows and others, so S is at least 2")
+            raise ValueError(f"budget={config.budget}: {self.name} keeps last rows and others, so S is at least 2")
 
     def grouped_by(self, config: SantaConfig) -> tuple[str, ...]:
         return ("budget",)  # W depends on it
 
     def build_by_queries(
-        self, queries: Sequence[PromptQueries], rows: Sequence[Rows], member: Tensor, config: SantaConfig
+        self, queries: Iterable[PromptQueries], rows: Sequence[Rows], member: Tensor, config: SantaConfig
     ) -> Iterable[Teams]:
         """One record per row, with the heads' votes ``(B, G, M, H)`` in place of a routing key."""
         for own, layer in zip(queries, rows, strict=True):
@@ -71,14 +71,17 @@ class SnapKV(Method):
         # no sum of weights exceeds W; the latest of all turns' last rows come first
         return torch.where(late, window + place.to(pooled.dtype), pooled)
 
+    def ranks(self, teams: Teams, config: SantaConfig) -> Tensor:
+        """What each head ranks the rows of all turns by, ``(B, G, H, M)``."""
+        return teams.routing_keys[0].float().transpose(2, 3)
+
     def attend(self, step: DecodeStep, config: SantaConfig, choose: Choose) -> Output:
         teams, k = step.teams, config.budget
         assert teams is not None, "this method keeps rows"
         if teams.M <= k:
             picked = take_all(teams.sizes > 0)
         else:
-            votes = teams.routing_keys[0].float().transpose(2, 3)
-            votes = votes.masked_fill((teams.sizes == 0)[:, :, None], float("-inf"))
+            votes = self.ranks(teams, config).masked_fill((teams.sizes == 0)[:, :, None], float("-inf"))
             picked = select_top(votes, k, "estimator" in self.settings and config.estimator == "pooled")
         output = attend_teams(step, picked, k)
         return replace(output, routing=torch.zeros_like(output.routing))
