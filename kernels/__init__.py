@@ -9,10 +9,10 @@ import torch
 
 from latent_santa.step import DecodeStep, Output, Sampling
 
-from .support import reason_not, unavailable
+from .support import dense_reason_not, reason_not, unavailable
 from .workspace import Workspace, scratch
 
-__all__ = ["BACKEND", "Workspace", "reason_not", "sampled_attention", "scratch", "unavailable"]
+__all__ = ["BACKEND", "Workspace", "dense_reason_not", "reason_not", "sampled_attention", "scratch", "unavailable"]
 
 
 def sampled_attention(step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None) -> Output:

@@ -65,10 +65,17 @@ def reason_not(step: DecodeStep, sampling: Sampling) -> str | None:
     return (
         unavailable(values.device)
         or unsupported_dtype(values.dtype)
+        or _unsupported_heads(step)
         or _unsupported_rows(step)
         or _unsupported_teams(step)
         or (_unsupported_parents(step) if two_stages(step, sampling) else None)
     )
+
+
+def dense_reason_not(step: DecodeStep) -> str | None:
+    """Why :func:`latent_santa.kernels.dense.dense_attention` cannot run the step, or None when it can."""
+    values = step.rows.values
+    return unavailable(values.device) or unsupported_dtype(values.dtype) or _unsupported_rows(step)
 
 
 def two_stages(step: DecodeStep, sampling: Sampling) -> bool:
@@ -77,16 +84,20 @@ def two_stages(step: DecodeStep, sampling: Sampling) -> bool:
     return sampling.parents is not None and parents is not None and parents.C > sampling.parents
 
 
-def _unsupported_rows(step: DecodeStep) -> str | None:
-    keys, values = step.rows.keys, step.rows.values
-    for part in step.query:
-        if part.dtype not in (torch.float32, values.dtype):
-            return f"a query part is {part.dtype}: the kernels take float32 or the rows' {values.dtype}"
+def _unsupported_heads(step: DecodeStep) -> str | None:
     if step.heads >= MOST_HEADS:
         return f"{step.heads} query heads per group: the noise counter holds fewer than {MOST_HEADS}"
     if step.draw.first[1] % 4 or (step.peers is not None and step.heads % 4):  # all processes say the same
         heads = f"{step.heads} heads per process, here from number {step.draw.first[1]} on"
         return f"{heads}: the kernels draw noise for whole quads of heads"
+    return None
+
+
+def _unsupported_rows(step: DecodeStep) -> str | None:
+    keys, values = step.rows.keys, step.rows.values
+    for part in step.query:
+        if part.dtype not in (torch.float32, values.dtype):
+            return f"a query part is {part.dtype}: the kernels take float32 or the rows' {values.dtype}"
     if len(keys) > 2 or len(keys) != len(step.query):
         parts = f"{len(keys)} key parts and {len(step.query)} query parts"
         return f"{parts}: the kernels take one (GQA) or two (MLA) of each"

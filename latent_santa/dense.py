@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .ahead import Ahead
 from .estimator import dense_attention
+from .kernels import dense_reason_not
 from .step import DecodeStep
 
 log = logging.getLogger("latent_santa")
@@ -96,7 +97,7 @@ class HalfProducts(Operator):
     name = "half products"
 
     def reason_not(self, step: DecodeStep, seen: Seen | None) -> str | None:
-        return None
+        return _no_half(step)
 
     def attend(self, step: DecodeStep, seen: Seen | None) -> tuple[Tensor, Tensor]:
         s = None
@@ -124,7 +125,7 @@ class FlashAttention3(Operator):
 
     def reason_not(self, step: DecodeStep, seen: Seen | None) -> str | None:
         kernel = _fa3()
-        return kernel if isinstance(kernel, str) else _no_span(seen)
+        return kernel if isinstance(kernel, str) else _no_span(seen) or _no_half(step)
 
     def attend(self, step: DecodeStep, seen: Seen | None) -> tuple[Tensor, Tensor]:
         *first, last = (part.flatten(1, 2)[:, None] for part in _halved(step))
@@ -149,7 +150,7 @@ class CudnnAttention(Operator):
     def reason_not(self, step: DecodeStep, seen: Seen | None) -> str | None:
         if seen is None:
             return "it plans anew for every number of rows, which takes longer than a step"
-        return _no_latents(step)
+        return _no_latents(step) or _no_half(step)
 
     def attend(self, step: DecodeStep, seen: Seen | None) -> tuple[Tensor, Tensor]:
         assert seen is not None
@@ -167,7 +168,7 @@ class FlashAttention2(Operator):
     name = "FA2"
 
     def reason_not(self, step: DecodeStep, seen: Seen | None) -> str | None:
-        return "it takes no mask" if seen is not None else _no_latents(step)
+        return "it takes no mask" if seen is not None else _no_latents(step) or _no_half(step)
 
     def attend(self, step: DecodeStep, seen: Seen | None) -> tuple[Tensor, Tensor]:
         query, rows = _halved(step)[0].flatten(1, 2)[:, :, None], step.rows
@@ -175,6 +176,20 @@ class FlashAttention2(Operator):
             query, rows.keys[0], rows.values, scale=step.scale
         )
         return _grouped(step, out[:, :, 0], lse)
+
+
+class SplitRows(Operator):
+    """This package's own Triton kernel, which splits the rows of a sequence over the device."""
+
+    name = "split rows"
+
+    def reason_not(self, step: DecodeStep, seen: Seen | None) -> str | None:
+        return dense_reason_not(step)
+
+    def attend(self, step: DecodeStep, seen: Seen | None) -> tuple[Tensor, Tensor]:
+        from .kernels.dense import dense_attention as split  # imports triton
+
+        return split(step, seen and seen.start, seen and seen.stop, seen is not None and not seen.unbroken)
 
 
 class FlashMLA(Operator):
@@ -190,6 +205,7 @@ OPERATORS: tuple[Operator, ...] = (
     FlashAttention3(),
     CudnnAttention(),
     FlashAttention2(),
+    SplitRows(),
     FlashMLA(),
     HalfProducts(),
     Products(),
@@ -231,7 +247,7 @@ def reasons_not(step: DecodeStep) -> dict[str, str]:
 
 def _operator(step: DecodeStep, seen: Seen | None) -> Operator:
     values = step.rows.values
-    if not values.is_cuda or values.dtype not in HALF:
+    if not values.is_cuda:
         return OPERATORS[-1]
     shapes = (step.batch, step.groups, step.heads, *(part.shape[-1] for part in step.query), values.shape[-1])
     # rows grow by one a step without a mask: nothing changes before they have doubled
@@ -337,6 +353,11 @@ def _fa3() -> Callable[..., Any] | str:
 
 def _no_span(seen: Seen | None) -> str | None:
     return None if seen is None or seen.unbroken else "a sequence's visible rows are no single span"
+
+
+def _no_half(step: DecodeStep) -> str | None:
+    dtype = step.rows.values.dtype
+    return None if dtype in HALF else f"it takes rows in half precision, and these are {dtype}"
 
 
 def _no_latents(step: DecodeStep) -> str | None:

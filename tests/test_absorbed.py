@@ -99,6 +99,7 @@ def paged_like_fa3(q, keys, values, qv=None, cache_seqlens=None, cache_leftpad=N
 @pytest.mark.parametrize("masked", [True, False])
 def test_fa3_is_given_what_it_documents(monkeypatch, layout, masked):
     monkeypatch.setattr(dense, "_fa3", lambda: paged_like_fa3)
+    monkeypatch.setattr(dense, "HALF", (torch.float32,))  # so that only its arguments are looked at
     case = make_case(layout, 3, 1 if layout == "mla" else 2, (20, 5) if masked else (20, 20), suffix=3)
     step = case.step if masked else replace(case.step, visible=None)
     seen = dense._forms(step.visible, torch.float32) if masked else None
@@ -122,7 +123,8 @@ def test_a_mask_is_brought_into_the_forms_that_kernels_take():
 
 def test_each_operator_says_what_it_cannot_run(monkeypatch):
     monkeypatch.setattr(dense, "_fa3", lambda: paged_like_fa3)
-    mla, gqa = make_case("mla", 3, 1, (20,)).step, make_case("gqa", 3, 2, (20,)).step
+    monkeypatch.setattr(dense, "dense_reason_not", lambda step: None)
+    mla, gqa = (make_case(layout, 3, g, (20,), dtype=torch.float16).step for layout, g in (("mla", 1), ("gqa", 2)))
     span = dense._forms(gqa.visible, torch.bfloat16)
     holes = replace(span, unbroken=False)
     operators = {operator.name: operator for operator in dense.OPERATORS}
@@ -133,7 +135,7 @@ def test_each_operator_says_what_it_cannot_run(monkeypatch):
             ("gqa", "none"): (gqa, None), ("gqa", "span"): (gqa, span), ("gqa", "holes"): (gqa, holes),
         }.items()
     }  # fmt: skip
-    ours = ["half products", "products"]
+    ours = ["split rows", "half products", "products"]
     assert able == {
         ("mla", "none"): ["FA3", *ours], ("mla", "span"): ["FA3", *ours], ("mla", "holes"): ours,
         ("gqa", "none"): ["FA3", "FA2", *ours], ("gqa", "span"): ["FA3", "cuDNN", *ours],
@@ -143,6 +145,8 @@ def test_each_operator_says_what_it_cannot_run(monkeypatch):
     reasons = dense.reasons_not(mla)
     assert reasons["FA3"] == "it does not import (no such module)"
     assert "a copy of the whole cache per step" in reasons["FlashMLA"] and "products" not in reasons
+    single = dense.reasons_not(make_case("gqa", 3, 2, (20,)).step)
+    assert {"FA3", "FA2", "cuDNN", "half products"} <= single.keys() and "split rows" not in single
 
 
 def test_a_mask_is_prepared_once_per_call_and_forgotten_with_it(monkeypatch):
