@@ -163,13 +163,13 @@ def routed_experts(states: Tensor, index: Tensor, shares: Tensor, gate_up: Tenso
     }  # fmt: skip
     index, shares, states = index.contiguous(), shares.contiguous(), states.contiguous()
     with current(states.device):
-        up_kernel[(ceil_div(inner, 16), pairs)](
-            states=states, index=index, weights=gate_up, hidden=hidden, **shape, BF=16, BD=min(256, power(width, 16)),
+        up_kernel[(ceil_div(inner, 32), pairs)](
+            states=states, index=index, weights=gate_up, hidden=hidden, **shape, BF=32, BD=min(128, power(width, 16)),
             STAGES=3, num_warps=4,
         )  # fmt: skip
         down_kernel[(ceil_div(width, 16), pairs)](
             hidden=hidden, index=index, shares=shares, weights=down, parts=parts, **shape, BN=16,
-            BF=min(256, power(inner, 16)), STAGES=3, num_warps=4,
+            BF=min(128, power(inner, 16)), STAGES=4, num_warps=2,
         )  # fmt: skip
         sum_kernel[(ceil_div(width, 512), tokens)](parts=parts, out=out, D=width, TOP=choices, BD=512, num_warps=4)
     return out
