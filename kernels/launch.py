@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from latent_santa.integers import ceil_div
 from latent_santa.noise import GROUP_STRIDE
-from latent_santa.routing_keys import RoutingKeys
 from latent_santa.step import DecodeStep, Output, Sampling
 
 from .attend import attend_kernel
@@ -31,13 +29,12 @@ from .plan import (
 )
 from .pool import pool_kernel
 from .route import route_kernel
+from .scoring import ELEMENT, route_coded, scoring
 from .select import TEAMS, select_kernel
 from .select_many import select_many_kernel
 from .support import two_stages
 from .together import pool, union_rows
 from .workspace import Workspace, own_scratch
-
-ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def run(step: DecodeStep, sampling: Sampling, workspace: Workspace | None = None) -> Output:
@@ -127,7 +124,7 @@ class Launches:
         self.plan, self.buffers = workspace.prepared(self.shapes, device)
         self.early = launches_early(device)
 
-    def _options(self, warps: int, first: bool = False) -> dict[str, Any]:
+    def options(self, warps: int, first: bool = False) -> dict[str, Any]:
         """Launch options. The first launch waits for everything before it, so that scratch of the step before is free;
         the others may start early."""
         return {"num_warps": warps, "launch_pdl": True} if self.early and not first else {"num_warps": warps}
@@ -143,51 +140,14 @@ class Launches:
         pool = {"pool": self.pool} if self.sampling.pooled else {}
         return {"route": self.route, "select": self.select, **pool}
 
-    def _scoring(self, keys: tuple[RoutingKeys, ...]) -> dict[str, Any]:
-        """Arguments of a launch that scores routing keys."""
-        s, p, (first, second) = self.shapes, self.plan, (keys[0], keys[-1])
-        return {
-            "query0": self.query[0],
-            "query1": self.query[-1],
-            "keys0": first.codes,
-            "keys1": second.codes,
-            "scales0": _scales(first),
-            "scales1": _scales(second),
-            "key": self.step.draw.key,
-            "step": self.step.draw.step,
-            "scale": self.step.scale,
-            "quad": self.quad,
-            "query0_strides": self.query[0].stride()[:3],
-            "query1_strides": self.query[-1].stride()[:3],
-            "keys0_strides": first.codes.stride()[:3],
-            "keys1_strides": second.codes.stride()[:3],
-            "G": s.groups,
-            "H": s.heads,
-            "WORDS": mask_words(s.heads),
-            "D0": s.dims[0],
-            "D1": s.dims[-1],
-            "DC0": min(p.route_dims, power(s.dims[0], 16)),
-            "DC1": min(p.route_dims, power(s.dims[-1], 16)),
-            "T": p.route_teams,
-            "HB": p.route_heads,
-            "LATENT": s.latent,
-            "SPLIT": s.split,
-            "SHARED": self.sampling.shared,
-            "BITS": 16 if first.scales is None else first.bits,
-            "GROUP0": first.group,
-            "GROUP1": second.group,
-            "STAGES": p.route_stages,
-            "DTYPE": ELEMENT[s.dtype],
-            "PDL": self.early,
-            "num_stages": p.route_stages,
-        }
-
     def route(self) -> None:
         """Lines 7-8: score the representatives and add noise."""
+        if self.shapes.bits < 16:
+            return route_coded(self)
         s, p, b, teams = self.shapes, self.plan, self.buffers, self.teams
         padded, nothing = padded_teams(s.teams), b.union
         route_kernel[(ceil_div(s.teams, p.route_teams), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
-            **self._scoring(teams.routing_keys),
+            **scoring(self, teams.routing_keys),
             spread0=nothing,
             spread1=nothing,
             sizes=teams.sizes,
@@ -211,7 +171,7 @@ class Launches:
             PHI=self.sampling.pooled,
             PARENTS=False,
             SPREAD="mean",
-            **self._options(p.route_warps, first=True),
+            **self.options(p.route_warps, first=True),
         )
 
     def _selecting(self, places: int, k: int, block: int, coarse: int) -> dict[str, Any]:
@@ -237,7 +197,7 @@ class Launches:
             "POOLED": self.sampling.pooled,
             "SHARED": self.sampling.shared,
             "PDL": self.early,
-            **self._options(warps),
+            **self.options(warps),
         }
 
     def _select(self, **arguments: Any) -> None:
@@ -293,7 +253,7 @@ class Launches:
             LISTED=self.two_stage,
             SHARED=self.sampling.shared,
             PDL=self.early,
-            **self._options(4),
+            **self.options(4),
         )
 
     def attend(self) -> None:
@@ -353,7 +313,7 @@ class Launches:
             STAGES=p.attend_stages,
             PDL=self.early and not self.everything,
             num_stages=p.attend_stages,
-            **self._options(p.attend_warps, first=self.everything),
+            **self.options(p.attend_warps, first=self.everything),
         )
 
     def combine(self) -> Output:
@@ -382,7 +342,7 @@ class Launches:
             TWO=self.two_stage,
             ALL=self.everything,
             PDL=self.early,
-            **self._options(p.combine_warps),
+            **self.options(p.combine_warps),
         )
         return Output(out, lse, counts[0], counts[1], counts[2])
 
@@ -397,10 +357,3 @@ class Launches:
 def _rows_apart(part: Tensor) -> Tensor:
     """The tensor, copied if its last dimension is not contiguous."""
     return part if part.stride(-1) == 1 else part.contiguous()
-
-
-def _scales(keys: RoutingKeys) -> Tensor:
-    """Scales as the route kernel reads them: plain keys have none, and 4 bits take those of two groups as one word."""
-    if keys.scales is None:
-        return keys.codes
-    return keys.scales.contiguous().view(torch.int32) if keys.bits == 4 else keys.scales.contiguous()

@@ -14,6 +14,7 @@ from .launch import Launches
 from .plan import padded_teams, power, tiles
 from .route import route_kernel
 from .route_listed import route_listed_kernel
+from .scoring import scoring
 from .select import LISTED, PARENTS
 
 
@@ -43,7 +44,7 @@ class TwoStageLaunches(Launches):
         # a summary without spread has none to point at: any tensor does
         spread = parents.spread or (parents.sizes,)
         route_kernel[(ceil_div(s.parents, p.route_teams), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
-            **self._scoring(parents.keys),
+            **scoring(self, parents.keys),
             spread0=spread[0],
             spread1=spread[-1],
             sizes=parents.sizes.contiguous(),
@@ -67,7 +68,7 @@ class TwoStageLaunches(Launches):
             PHI=self.sampling.pooled,
             PARENTS=True,
             SPREAD=parents.summary,
-            **self._options(p.route_warps, first=True),
+            **self.options(p.route_warps, first=True),
         )
 
     def select_parents(self) -> None:
@@ -99,7 +100,7 @@ class TwoStageLaunches(Launches):
         """Score the representatives of the sampled parents and add noise."""
         s, p, b = self.shapes, self.plan, self.buffers
         route_listed_kernel[(tiles(s, p), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
-            **self._scoring(self.teams.routing_keys),
+            **scoring(self, self.teams.routing_keys),
             sizes=self.teams.sizes,
             of_team=self._of_team,
             parent_count=self.parents.count,
@@ -127,7 +128,7 @@ class TwoStageLaunches(Launches):
             POOLED=self.sampling.pooled,
             EACH=power(s.most_teams),
             LANES=min(power(padded_teams(s.parents) // 32), 256),
-            **self._options(p.route_warps),
+            **self.options(p.route_warps),
         )
 
     def select(self) -> None:

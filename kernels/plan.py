@@ -68,7 +68,8 @@ class Plan:
     """Block sizes of the launches. Any field may be overridden through :class:`Workspace`.
 
     Attributes:
-        route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time.
+        route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time; of keys
+            in codes ``route_programs`` score a sequence's blocks in turn.
         block: teams under one stored maximum; ``coarse`` maxima of these are compared with one another, 0 where that is
             impossible. ``parent_block`` and ``parent_coarse`` are the same of parents.
         attend_rows, attend_heads: rows and heads of an attention tile, in this order if ``attend_tall``; ``shares``
@@ -79,6 +80,7 @@ class Plan:
     route_teams: int = 64
     route_heads: int = 16
     route_dims: int = 64
+    route_programs: int = 0
     route_stages: int = 4
     route_warps: int = 4
     block: int = 8
@@ -102,7 +104,11 @@ class Plan:
 
 
 def route_bytes(s: Shapes, p: Plan) -> int:
-    """Shared memory of a routing program, as an upper bound: keys and queries of every stage, and of one over."""
+    """Shared memory of a routing program, as an upper bound: keys and queries of every stage, and of one over; of keys
+    in codes whole keys of every stage, and queries once."""
+    if s.bits < 16:
+        width = sum(s.dims)
+        return p.route_stages * p.route_teams * (width * s.bits // 8 + 64) + 2 * p.route_heads * width + 4096
     keys = p.route_teams * p.route_dims * s.dtype.itemsize
     queries = p.route_heads * p.route_dims * (4 if s.split else s.dtype.itemsize)
     return (p.route_stages + 1) * (keys + queries)
@@ -123,6 +129,8 @@ def fitted(s: Shapes, p: Plan) -> Plan:
         p = replace(p, route_stages=p.route_stages - 1)
     while route_bytes(s, p) > s.shared_memory and p.route_heads > 16:
         p = replace(p, route_heads=p.route_heads // 2)
+    while s.bits < 16 and route_bytes(s, p) > s.shared_memory and p.route_teams > 16:
+        p = replace(p, route_teams=p.route_teams // 2)
     while attend_bytes(s, p) > s.shared_memory and p.attend_rows > 16:
         p = replace(p, attend_rows=p.attend_rows // 2)
     while attend_bytes(s, p) > s.shared_memory and p.attend_heads > 16:
@@ -137,8 +145,10 @@ def choose(s: Shapes) -> Plan:
     exact = s.split or s.dtype == torch.float32
     sequences = s.batch * s.groups
     route_heads = min(max(heads, 8), 64 if exact else 128)
-    route_teams = 64 if s.bits == 16 or route_heads > 32 else 128
-    if s.dtype == torch.float32:
+    route_teams = 64
+    if s.bits < 16:
+        route_heads = min(route_heads, 32)
+    elif s.dtype == torch.float32:
         route_teams, route_heads = 32, min(route_heads, 32)
     block, coarse = maxima(s.places, s.teams_per_head)
     parent_block, parent_coarse = maxima(s.parents, s.parents_per_head)
@@ -154,7 +164,7 @@ def choose(s: Shapes) -> Plan:
     plan = Plan(
         route_teams=route_teams,
         route_heads=route_heads,
-        route_stages=3 if route_heads > 32 else 4,
+        route_stages=_coded_stages(s) if s.bits < 16 else 3 if route_heads > 32 else 4,
         route_warps=8 if route_heads > 32 and not exact else 4,
         block=block,
         coarse=coarse,
@@ -170,7 +180,21 @@ def choose(s: Shapes) -> Plan:
         combine_values=min(power(s.values, 16), 64),
         combine_shares=min(power(shares), 128),
     )
-    return fitted(s, plan)
+    plan = fitted(s, plan)
+    return replace(plan, route_programs=_coded_programs(s, plan)) if s.bits < 16 else plan
+
+
+def _coded_stages(s: Shapes) -> int:
+    """Tiles of keys in codes that are held at once: those of 8 bits are twice as large."""
+    return 2 if s.bits == 8 else 3
+
+
+def _coded_programs(s: Shapes, p: Plan) -> int:
+    """Programs that share the tiles of a sequence: as many as stay resident at once, with the same number of tiles
+    each."""
+    resident = max(1, min(s.shared_memory // route_bytes(s, p), 2 if sum(s.dims) > 256 else 6))
+    most = max(1, resident * s.processors // (s.batch * s.groups * ceil_div(s.heads, p.route_heads)))
+    return ceil_div(tiles(s, p), ceil_div(tiles(s, p), most))
 
 
 def maxima(places: int, k: int) -> tuple[int, int]:

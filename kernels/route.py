@@ -9,64 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import half_float, nibbles
+from .codes import code_query, coded_scores, words_of_scales
 from .draws import gumbel_tile, sequence_key
 from .maths import add_product, load_query
 from .parents import add_half_variances, prepare_teams
 
 
 @triton.jit
-def add_coded_scores(
-    acc, p_query, p_codes, p_scales, i_team, m_team, i_head, H, query_stride, key_stride, D: tl.constexpr,
-    dtype: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """acc ``[T, HB]`` plus the products of one key part in codes, one group of dimensions at a time.
-
-    ``p_scales`` points to float16, or in 4 bits to words that hold the scales of two groups.
-
-    Codes are exact in a 16-bit float, so a group's scale multiplies its sum of products instead of its dimensions.
-    """
-    T: tl.constexpr = acc.shape[0]
-    HB: tl.constexpr = acc.shape[1]
-    # a matrix product has at least 16 dimensions; a shorter group is padded with queries of zero
-    DC: tl.constexpr = GROUP if GROUP > 16 else 16
-    o_team = i_team.to(tl.int64) * key_stride
-    i_dim = tl.arange(0, DC)
-    m_codes = m_team[:, None] & (i_dim < GROUP)[None, :]
-    zero = tl.zeros((T, HB), tl.float32)
-    if BITS == 4:
-        for i_pair in tl.range(0, D // GROUP // 2, num_stages=STAGES):
-            o_dim = i_pair * GROUP
-            b_codes = tl.load(p_codes + o_team[:, None] + (o_dim + i_dim)[None, :], mask=m_codes, other=0)  # [T, DC]
-            # two float16 scales in one word, so that the load can be issued stages ahead
-            b_scale = tl.load(p_scales + i_team * (D // GROUP // 2) + i_pair, mask=m_team, other=0)  # [T]
-            b_first, b_second = nibbles(b_codes, dtype)  # [T, DC] each
-            b_query = load_query(p_query + 2 * o_dim, i_head, i_dim, H, GROUP, query_stride)  # [HB, DC]
-            acc += add_product(zero, b_first, b_query, dtype, SPLIT) * half_float(b_scale)[:, None]
-            b_query = load_query(p_query + 2 * o_dim + GROUP, i_head, i_dim, H, GROUP, query_stride)
-            acc += add_product(zero, b_second, b_query, dtype, SPLIT) * half_float(b_scale >> 16)[:, None]
-    else:
-        for i_group in tl.range(0, D // GROUP, num_stages=STAGES):
-            o_dim = i_group * GROUP
-            b_codes = tl.load(p_codes + o_team[:, None] + (o_dim + i_dim)[None, :], mask=m_codes, other=0)  # [T, DC]
-            b_scale = tl.load(p_scales + i_team * (D // GROUP) + i_group, mask=m_team, other=0.0).to(tl.float32)  # [T]
-            b_query = load_query(p_query + o_dim, i_head, i_dim, H, GROUP, query_stride)  # [HB, DC]
-            acc += add_product(zero, b_codes.to(dtype), b_query, dtype, SPLIT) * b_scale[:, None]
-    return acc
-
-
-@triton.jit
 def add_scores(
     acc, p_query, p_keys, p_scales, i_team, m_team, i_head, H, query_stride, key_stride, D: tl.constexpr,
-    DC: tl.constexpr, dtype: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    DC: tl.constexpr, dtype: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc ``[T, HB]`` plus the products of one key part, DC dimensions at a time (in codes: one group at a time)."""
+    """acc ``[T, HB]`` plus the products of one key part, DC dimensions at a time."""
     if BITS < 16:
-        return add_coded_scores(
-            acc, p_query, p_keys, p_scales, i_team, m_team, i_head, H, query_stride, key_stride, D=D, dtype=dtype,
-            SPLIT=SPLIT, BITS=BITS, GROUP=GROUP, STAGES=STAGES,
-        )  # fmt: skip
+        codes, b_unit = code_query(p_query, i_head, H, query_stride, D=D, DC=DC)
+        return acc + coded_scores(p_keys, p_scales, codes, b_unit, i_team, m_team, key_stride, D=D, BITS=BITS, DC=DC)
     else:
         o_team = i_team.to(tl.int64) * key_stride
         for o_dim in tl.range(0, D, DC, num_stages=STAGES):
@@ -82,8 +39,8 @@ def add_scores(
 def key_scores(
     query0, query1, keys0, keys1, scales0, scales1, i_key, m_key, i_head, i_b, i_g, first_key, H, query0_strides,
     query1_strides, keys0_strides, keys1_strides, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr,
-    DC1: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr,
-    GROUP1: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    DC1: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Unscaled scores ``[T, HB]`` of the routing keys ``i_key [T]`` of sequence i_b and group i_g, whose keys follow
     ``first_key`` others in a contiguous tensor."""
@@ -93,9 +50,8 @@ def key_scores(
     p_query1 = query1 + i_b.to(tl.int64) * query1_strides[0] + i_g.to(tl.int64) * query1_strides[1]
     p_keys0 = keys0 + i_b.to(tl.int64) * keys0_strides[0] + i_g.to(tl.int64) * keys0_strides[1]
     p_keys1 = keys1 + i_b.to(tl.int64) * keys1_strides[0] + i_g.to(tl.int64) * keys1_strides[1]
-    # two 4-bit groups have one word of scales
-    p_scales0 = scales0 + first_key * (D0 // GROUP0 // (2 if BITS == 4 else 1))
-    p_scales1 = scales1 + first_key * (D1 // GROUP1 // (2 if BITS == 4 else 1))
+    p_scales0 = scales0 + first_key * words_of_scales(D0, DC0, BITS)
+    p_scales1 = scales1 + first_key * words_of_scales(D1, DC1, BITS)
     acc = tl.zeros((T, HB), tl.float32)  # [T, HB]
     if LATENT and BITS == 16 and DC1 >= D1:
         # the rotary part is asked for first and used last, so that the other products hide its latency
@@ -107,18 +63,18 @@ def key_scores(
         b_query1 = load_query(p_query1, i_head, i_dim, H, D1, query1_strides[2])  # [HB, DC1]
         acc = add_scores(
             acc, p_query0, p_keys0, p_scales0, i_key, m_key, i_head, H, query0_strides[2], keys0_strides[2], D=D0,
-            DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP0, STAGES=STAGES,
+            DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, STAGES=STAGES,
         )  # fmt: skip
         return add_product(acc, b_rotary, b_query1, DTYPE, SPLIT)
     else:
         acc = add_scores(
             acc, p_query0, p_keys0, p_scales0, i_key, m_key, i_head, H, query0_strides[2], keys0_strides[2], D=D0,
-            DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP0, STAGES=STAGES,
+            DC=DC0, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, STAGES=STAGES,
         )  # fmt: skip
         if LATENT:
             acc = add_scores(
                 acc, p_query1, p_keys1, p_scales1, i_key, m_key, i_head, H, query1_strides[2], keys1_strides[2], D=D1,
-                DC=DC1, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, GROUP=GROUP1, STAGES=STAGES,
+                DC=DC1, dtype=DTYPE, SPLIT=SPLIT, BITS=BITS, STAGES=STAGES,
             )  # fmt: skip
         return acc
 
@@ -149,7 +105,7 @@ def route_kernel(
     union, of_team, first_team, team_flags, scale, layer, quad, query0_strides, query1_strides, keys0_strides,
     keys1_strides, spread0_strides, spread1_strides, M, MP, TEAMS, TEAMS_PADDED, G, H, WORDS, D0: tl.constexpr,
     D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, LATENT: tl.constexpr,
-    SPLIT: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
+    SPLIT: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PARENTS: tl.constexpr,
     SPREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +142,7 @@ def route_kernel(
         acc = key_scores(
             query0, query1, keys0, keys1, scales0, scales1, i_team, m_team, i_head, i_b, i_g, o_teams, H,
             query0_strides, query1_strides, keys0_strides, keys1_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1,
-            LATENT=LATENT, SPLIT=SPLIT, BITS=BITS, GROUP0=GROUP0, GROUP1=GROUP1, STAGES=STAGES, DTYPE=DTYPE,
+            LATENT=LATENT, SPLIT=SPLIT, BITS=BITS, STAGES=STAGES, DTYPE=DTYPE,
         )  # fmt: skip
         # line 7: phi_g = log n_g + the scaled score, -inf for padding teams
         b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]

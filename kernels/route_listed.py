@@ -34,7 +34,7 @@ def route_listed_kernel(
     listed_parents, listed_log_c, scale, layer, quad, query0_strides, query1_strides, keys0_strides, keys1_strides, M,
     PLACES, PARENTS, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr,
     T: tl.constexpr, HB: tl.constexpr, POOL_HB: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr,
-    SHARED: tl.constexpr, BITS: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, DTYPE: tl.constexpr, POOLED: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def route_listed_kernel(
         acc = key_scores(
             query0, query1, keys0, keys1, scales0, scales1, i_team, m_team, i_head, i_b, i_g, o_teams, H,
             query0_strides, query1_strides, keys0_strides, keys1_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1,
-            LATENT=LATENT, SPLIT=SPLIT, BITS=BITS, GROUP0=GROUP0, GROUP1=GROUP1, STAGES=STAGES, DTYPE=DTYPE,
+            LATENT=LATENT, SPLIT=SPLIT, BITS=BITS, STAGES=STAGES, DTYPE=DTYPE,
         )  # fmt: skip
         # psi_g = log n_g + the scaled score - log c_p: a sampled parent stands for 1 / c_p of itself
         b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]

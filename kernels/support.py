@@ -140,8 +140,10 @@ def _unsupported_keys(name: str, keys: tuple[RoutingKeys, ...], dtype: torch.dty
     if len({part.bits for part in keys}) > 1:
         return f"{name} parts in several formats: the kernels need one"
     for i, part in enumerate(keys):
-        if part.group & (part.group - 1):
+        if part.bits == 4 and part.group & (part.group - 1):
             return f"{name} part {i} has a scale for {part.group} dimensions: the kernels need a power of two"
+        if part.bits == 8 and part.scales is not None and part.scales.shape[-1] > 1:
+            return f"{name} part {i} has {part.scales.shape[-1]} scales: the kernels need one in 8 bits"
         if part.scales is None and (part.codes.dtype != dtype or part.codes.stride(-1) != 1):
             return f"{name} part {i} must be contiguous {dtype}, like the rows, or in codes"
     return None

@@ -87,7 +87,8 @@ class SantaConfig:
             the oldest whole ones, with k-means all of them. 0 is never (the paper), which leaves a
             long generation dense in its own rows; ``"auto"`` is :data:`latent_santa.methods.base.REGROUP_AFTER`.
         routing_dtype: how frozen routing keys are kept: in the cache's dtype (``"model"``), or in ``"int8"`` or
-            ``"int4"`` codes (:mod:`latent_santa.routing_keys`), which routing then reads. The sums stay unbiased.
+            ``"int4"`` codes (:mod:`latent_santa.routing_keys`), which routing then reads. Queries are coded for it too,
+            in 14 bits. The sums stay unbiased.
         backend: a name in :data:`latent_santa.backends.BACKENDS`, or ``"auto"``: Triton for rows on a GPU where its
             kernels can run, else PyTorch.
         first_token: ``"replay"`` runs the last prompt token again through sparse attention (Appendix F);

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .partition import Partition, renumbered
-from .routing_keys import PlainKeys, RoutingKeys
+from .routing_keys import PlainKeys, RoutingKeys, key_scores
 from .rows import Rows, scores
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class ParentRecords:
         Returns:
             ``(B, G, H, C)`` float32, or float64 where the query is.
         """
-        phi = scores(query, (part.float() for part in self.keys), scale)
+        phi = key_scores(query, self.keys, scale)
         squares = tuple(part * part for part in query)
         if self.summary == "isotropic":
             for square, spread in zip(squares, self.spread, strict=True):

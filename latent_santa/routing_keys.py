@@ -2,8 +2,9 @@
 
 Routing reads one key per team on every step, most of what a sampled step reads at long contexts. The estimator stays
 unbiased under any routing scores, as long as the corrections use the same ones (Appendix A), so the routing copy may
-be coarse. Codes are symmetric integers of a key less the keys' mean, with one scale per group of consecutive
-dimensions. A code stands for code times scale, which float32 holds exactly and no backend rounds.
+be coarse. Codes are symmetric integers of a key less the keys' mean, with one scale per key part in 8 bits and per
+group of consecutive dimensions in 4. A code stands for code times scale, which float32 holds exactly and no backend
+rounds. A query is coded for them as well, so that their products are products of integers (:func:`coded_query`).
 
 The mean never comes back: it adds one number to all scores of a head. Selections and corrections depend only on the
 scores' order under noise and on their distances from the threshold, which that number leaves as they are. Real keys
@@ -19,8 +20,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .rows import scores
+
 BITS = {"int8": 8, "int4": 4}
-GROUP = 64  # dimensions that share a scale, where they divide
+GROUP = 64  # dimensions that share a 4-bit scale, where they divide
+SCALES = {8: torch.float32, 4: torch.float16}  # all hold numbers of float16
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class CodedKeys:
     Attributes:
         codes: ``(B, G, M, D)`` int8, or for 4 bits ``(B, G, M, D / 2)`` uint8: two neighbouring groups share bytes, the
             first in their low nibbles and the second in their high ones, each plus 8.
-        scales: ``(B, G, M, D / group)`` float16.
+        scales: ``(B, G, M, D / group)``, in the dtype that :data:`SCALES` says, each a number of float16.
         bits: 8 or 4.
         group: dimensions that share a scale.
         center: ``(B, G, 1, D)``, what was subtracted from every key, or None for nothing.
@@ -117,7 +121,7 @@ class CodedKeys:
         rest = keys.float() if center is None else keys.float() - center.float()
         grouped = rest.unflatten(-1, (-1, group))
         # the scale is rounded before it is used, so codes fit the scale that is stored
-        scales = (grouped.abs().amax(-1) / largest).to(torch.float16)
+        scales = (grouped.abs().amax(-1) / largest).to(torch.float16).to(SCALES[bits])
         step = scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
         codes = (grouped / step).round().clamp(-largest, largest).flatten(-2).to(torch.int8)
         if bits == 4:
@@ -182,21 +186,41 @@ def _picked(part: Tensor, index: Tensor) -> Tensor:
 
 
 def scale_group(dims: int, routing_dtype: str) -> int:
-    """Dimensions that share a scale: 64, halved until it divides the dimensions (half of them for int4, where two
-    groups share bytes).
+    """Dimensions that share a scale: all in 8 bits; in 4 bits 64, halved until it divides half of the dimensions, since
+    two groups share bytes.
 
     Raises:
         ValueError: ``dims`` has no group of 8 or more.
     """
-    span = dims // 2 if routing_dtype == "int4" else dims
     group = GROUP
-    while span % group:
+    while (dims // 2 if routing_dtype == "int4" else dims) % group:
         group //= 2
     if group < 8 or (routing_dtype == "int4" and dims % 2):
         raise ValueError(
             f"routing_dtype={routing_dtype!r}: {dims} key dimensions do not divide into groups of 8 or more"
         )
-    return group
+    return group if routing_dtype == "int4" else dims
+
+
+def coded_query(query: Tensor) -> Tensor:
+    """``query (..., D)`` as keys in codes are scored with it: integers times a power of two, the largest between 2^13
+    and 2^14. float32, or float64 where the query is.
+
+    The power makes the product that is rounded exact, so that every backend rounds to the same integers.
+    """
+    x = query.float()
+    # float32's exponent of the largest; below 14 one of the two powers would be no float32
+    exponent = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp_min(14)
+    power, unit = (((267 - exponent) << 23).view(torch.float32), ((exponent - 13) << 23).view(torch.float32))
+    coded = (x * power).round() * unit
+    return coded.double() if query.dtype == torch.float64 else coded
+
+
+def key_scores(query: tuple[Tensor, ...], keys: tuple[RoutingKeys, ...], scale: float) -> Tensor:
+    """Scaled scores ``(B, G, H, M)`` of routing keys, like :func:`latent_santa.rows.scores`; keys in codes take a
+    :func:`coded_query`."""
+    wanted = tuple(q if part.scales is None else coded_query(q) for q, part in zip(query, keys, strict=True))
+    return scores(wanted, (part.float() for part in keys), scale)
 
 
 def quantise(keys: Tensor, routing_dtype: str, center: Tensor | None = None) -> CodedKeys:

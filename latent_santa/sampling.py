@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .peers import Peers
-from .rows import scores
+from .routing_keys import key_scores
 from .teams import Teams
 
 
@@ -41,7 +41,7 @@ def routing_scores(query: tuple[Tensor, ...], teams: Teams, scale: float) -> Ten
     Returns:
         ``(B, G, H, M)`` float32, or float64 where the query is.
     """
-    s = scores(query, (part.float() for part in teams.routing_keys), scale)
+    s = key_scores(query, teams.routing_keys, scale)
     phi = s + teams.sizes.clamp_min(1).to(s.dtype).log()[:, :, None]
     return phi.masked_fill((teams.sizes == 0)[:, :, None], -torch.inf)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rows import scores
+from .routing_keys import key_scores
 from .sampling import Selection, listed, routing_scores, select, take_all
 from .step import DecodeStep, Sampling
 
@@ -90,7 +90,7 @@ def _team_scores(step: DecodeStep, index: Tensor) -> Tensor:
     teams = step.teams
     assert teams is not None
     place = index.clamp_min(0)
-    s = scores(step.query, (part.take(place).float() for part in teams.routing_keys), step.scale)
+    s = key_scores(step.query, tuple(part.take(place) for part in teams.routing_keys), step.scale)
     s = s + teams.sizes.gather(2, place).clamp_min(1).to(s.dtype).log()[:, :, None]
     return s.masked_fill((index < 0)[:, :, None], -torch.inf)
 

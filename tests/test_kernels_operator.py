@@ -372,8 +372,9 @@ def test_refusals_say_what_and_why() -> None:
     pair = make_step(heads=2, lengths=(20,), dims=(48, 16), dtype=torch.float16)
     assert pair.teams is not None
     latents, rotary = pair.teams.routing_keys
-    odd = replace(pair.teams, routing_keys=(CodedKeys.of(latents.codes, 8, 24), quantise(rotary.codes, "int8")))
-    assert "24 dimensions" in reason(replace(pair, teams=odd))
+    for bits, words in ((4, "24 dimensions"), (8, "2 scales: the kernels need one")):
+        parts = (CodedKeys.of(latents.codes, bits, 24), quantise(rotary.codes, f"int{bits}"))
+        assert words in reason(replace(pair, teams=replace(pair.teams, routing_keys=parts)))
     mixed = replace(pair.teams, routing_keys=(quantise(latents.codes, "int8"), rotary))
     assert "several formats" in reason(replace(pair, teams=mixed))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from latent_santa.estimator import sampled_attention
-from latent_santa.routing_keys import CodedKeys, PlainKeys, quantise, quantise_parts, scale_group
+from latent_santa.routing_keys import CodedKeys, PlainKeys, coded_query, quantise, quantise_parts, scale_group
 from latent_santa.step import DecodeStep, Sampling
+from latent_santa.two_stage import select_teams
 
 from .cases import Case, make_case
 from .kernel_cases import make_step
@@ -87,7 +89,7 @@ def test_a_key_of_zeros() -> None:
 
 
 def test_groups() -> None:
-    assert [scale_group(d, "int8") for d in (512, 64, 96, 16)] == [64, 64, 32, 16]
+    assert [scale_group(d, "int8") for d in (512, 64, 96, 16)] == [512, 64, 96, 16]
     assert [scale_group(d, "int4") for d in (512, 64, 128, 96)] == [64, 32, 64, 16]
     with pytest.raises(ValueError, match="20 key dimensions"):
         scale_group(20, "int4")
@@ -99,7 +101,7 @@ def test_groups() -> None:
 
 def test_memory_is_what_a_routing_pass_reads() -> None:
     keys = torch.zeros(1, 1, 10, 512, dtype=torch.bfloat16)
-    assert quantise(keys, "int8").bytes() == 10 * (512 + 8 * 2)
+    assert quantise(keys, "int8").bytes() == 10 * (512 + 4)
     held = quantise(keys, "int4")
     assert held.bytes() == 10 * (256 + 8 * 2)
     assert PlainKeys(keys).bytes() == 10 * 1024
@@ -107,27 +109,52 @@ def test_memory_is_what_a_routing_pass_reads() -> None:
 
 @pytest.mark.parametrize("estimator", ["per_head", "pooled"])
 def test_teams_route_by_quantised_keys(estimator: str) -> None:
-    """The same as routing by the dequantised tensors, through every method of the records."""
+    """The same as routing by what codes stand for, of keys and query, through every method of the records."""
     step = make_step(heads=3, lengths=(80, 50), dims=(32, 16))
     assert step.teams is not None
     assert quantise_parts(step.teams.routing_keys, "model", step.teams.sizes > 0) is step.teams.routing_keys
     held = quantise_parts(step.teams.routing_keys, "int8", step.teams.sizes > 0)
     plain = replace(step.teams, routing_keys=tuple(PlainKeys(part.float()) for part in held))
     coarse = replace(step.teams, routing_keys=held)
-    results = [sampled_attention(replace(step, teams=teams), Sampling(4, estimator)) for teams in (plain, coarse)]
-    assert torch.equal(results[0].out, results[1].out)
+    routed = replace(step, query=tuple(map(coded_query, step.query)), teams=plain)
+    picked = [select_teams(each, Sampling(4, estimator)) for each in (routed, replace(step, teams=coarse))]
+    assert torch.equal(picked[0].log_correction, picked[1].log_correction)
     assert coarse.bytes() < step.teams.bytes()
-    picked = coarse.select_batch(torch.tensor([1, 1, 0]))
-    assert picked.routing_keys[0].bits == 8 and picked.routing_keys[0].shape[0] == 3
-    assert torch.equal(picked.routing_keys[0].float()[2], held[0].float()[0])
+    beams = coarse.select_batch(torch.tensor([1, 1, 0]))
+    assert beams.routing_keys[0].bits == 8 and beams.routing_keys[0].shape[0] == 3
+    assert torch.equal(beams.routing_keys[0].float()[2], held[0].float()[0])
 
 
-def test_the_estimate_stays_unbiased_under_four_bit_routing() -> None:
-    """Mass and weighted sum, averaged over many draws, against all rows: corrections use the coarse scores too."""
+def test_a_query_is_coded_as_in_loops() -> None:
+    """Integers of 14 bits times a power of two, ties to even, whatever the largest number is."""
+    generator = torch.Generator().manual_seed(6)
+    query = torch.randn(2, 1, 40, 24, generator=generator).bfloat16().float()
+    query *= 2.0 ** torch.randint(-90, 90, (2, 1, 40, 1), generator=generator)
+    query[0, 0, 0], query[0, 0, 1] = 0.0, torch.tensor([2.0**13 + i / 2 for i in range(24)])  # half of them ties
+    got = coded_query(query)
+    for held, coded in zip(query.flatten(0, -2).tolist(), got.flatten(0, -2).tolist(), strict=True):
+        _, exponent = math.frexp(max(map(abs, held)))
+        unit = 2.0 ** (exponent - 14)
+        assert coded == [round(x / unit) * unit for x in held]
+    assert coded_query(query.bfloat16()).dtype == torch.float32
+    assert torch.equal(coded_query(query.double()), got.double())
+
+
+def test_tiny_and_large_queries_are_finite() -> None:
+    for size in (1e-45, 1e-38, 3e38):
+        coded = coded_query(torch.full((1, 8), size))
+        assert bool(coded.isfinite().all()) and float((coded / size - 1).abs().max()) <= (1 if size < 1e-34 else 1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_estimate_stays_unbiased_under_routing_by_codes(bits: int) -> None:
+    """Mass and weighted sum, averaged over many draws, against all rows: corrections use the scores of coded queries
+    and keys too. A query of one large number beside small ones is coded coarsely."""
     case: Case = make_case("gqa", heads=2, lengths=(40,), scale=0.5)
     key = torch.nn.functional.pad(case.teams.routing_keys[0].codes, (0, 10))
-    held = (CodedKeys.of(key, 4, 8),)
-    query = tuple(torch.nn.functional.pad(part, (0, 10)) for part in case.query)
+    held = (CodedKeys.of(key, bits, 8 if bits == 4 else key.shape[-1]),)
+    query = tuple(torch.nn.functional.pad(part, (0, 10), value=2.0**14) for part in case.query)
+    assert not torch.allclose(coded_query(query[0]), query[0], atol=0.2)
     keys = tuple(torch.nn.functional.pad(part, (0, 10)) for part in case.rows.keys)
     batch = 6000
     wide = replace(case.teams, routing_keys=held).select_batch(torch.zeros(batch, dtype=torch.int64))

@@ -221,11 +221,11 @@ def test_nothing_is_scored_or_drawn_where_a_stage_takes_all(monkeypatch):
     case = with_parents(make_case("gqa", heads=2, lengths=(41,)))
     drawn = []
     monkeypatch.setattr("latent_santa.step.gumbel_noise", lambda *args: drawn.append(args[2]) or pytest.fail("drawn"))
-    monkeypatch.setattr("latent_santa.parent_records.scores", lambda *args: pytest.fail("parents were scored"))
-    monkeypatch.setattr("latent_santa.two_stage.scores", lambda *args: pytest.fail("teams were scored"))
+    monkeypatch.setattr("latent_santa.parent_records.key_scores", lambda *args: pytest.fail("parents were scored"))
+    monkeypatch.setattr("latent_santa.two_stage.key_scores", lambda *args: pytest.fail("teams were scored"))
     sampled_attention(case.step, two_stages(11, 100))
     monkeypatch.undo()
-    monkeypatch.setattr("latent_santa.two_stage.scores", lambda *args: pytest.fail("teams were scored"))
+    monkeypatch.setattr("latent_santa.two_stage.key_scores", lambda *args: pytest.fail("teams were scored"))
     sampled_attention(case.step, two_stages(2, 100))
 
 
