@@ -23,6 +23,24 @@ def share_rows(p_team_of_row, start, N, per_share, i_share, shares, LANES: tl.co
 
 
 @triton.jit
+def team_bits(p_flags, i_team, m_team, MP, first_head, HB: tl.constexpr, WORDS: tl.constexpr, POOLED: tl.constexpr):
+    """Who selected the teams ``[LANES]``: a bit for each of the heads ``first_head .. first_head + HB - 1`` (POOLED:
+    for any 32 heads), and a word that is 0 where no head of the group did."""
+    b_group = tl.zeros(i_team.shape, tl.int32)
+    b_word = b_group
+    for i_word in tl.static_range(WORDS):
+        b_flags = tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0)  # [LANES]
+        b_group |= b_flags
+        b_word = tl.where(i_word == first_head // 32, b_flags, b_word)
+    b_bits = b_group
+    if not POOLED:
+        b_bits = b_word >> (first_head % 32)
+        if HB < 32:
+            b_bits = b_bits & ((1 << HB) - 1)
+    return b_bits, b_group
+
+
+@triton.jit
 def append_union(
     i_row, i_team, p_team_of_row, p_flags, p_rows, p_teams, p_bits, N, per_share, i_share, shares, MP, first_head,
     HB: tl.constexpr, WORDS: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, LANES: tl.constexpr,
@@ -39,17 +57,9 @@ def append_union(
         b_bits = (i_team >= 0).to(tl.int32)  # [LANES]: this block's heads
         b_group = b_bits  # [LANES]: any head of the group
         if not ALL:
-            b_group = tl.zeros((LANES,), tl.int32)
-            b_word = b_group
-            for i_word in tl.static_range(WORDS):
-                b_flags = tl.load(p_flags + i_word * MP + i_team, mask=i_team >= 0, other=0)  # [LANES]
-                b_group |= b_flags
-                b_word = tl.where(i_word == first_head // 32, b_flags, b_word)
-            b_bits = b_group
-            if not POOLED:
-                b_bits = b_word >> (first_head % 32)
-                if HB < 32:
-                    b_bits = b_bits & ((1 << HB) - 1)
+            b_bits, b_group = team_bits(
+                p_flags, i_team, i_team >= 0, MP, first_head, HB=HB, WORDS=WORDS, POOLED=POOLED
+            )  # fmt: skip
         m_row = b_bits != 0
         i_slot = listed + tl.cumsum(m_row.to(tl.int32), 0) - 1
         tl.store(p_rows + i_slot, i_row, mask=m_row)

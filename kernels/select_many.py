@@ -80,6 +80,59 @@ def largest(p_scores, p_blocks, lanes, n, rank, low, LANES: tl.constexpr, BLOCK:
     return score_of(bottom), rank - left
 
 
+@triton.jit
+def draw_many(
+    p_tops, p_noisy, p_flags, p_union, p_corrections, p_blocks, p_found, n, seed, now, listed_teams, listed_parents,
+    parent_log_c, layer, quad, K, i_bg, i_h, H, PLACES, MP, CP, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    OF: tl.constexpr, POOLED: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """:func:`.select.draw_teams` for any K and M."""
+    lowest = tl.full((), float("-inf"), tl.float32)
+    maxima = tl.cdiv(n, BLOCK)
+    # K + 1 blocks reach it, so K + 1 scores do
+    bound, _ = largest(p_tops, p_blocks, maxima, maxima, K + 1, lowest, LANES=LANES, BLOCK=1)
+    listed = 0
+    for start in range(0, maxima, LANES):
+        b_top, i_block, m_block = load_scores(p_tops, p_blocks, maxima, start, maxima, LANES=LANES, BLOCK=1)
+        m_block = m_block & (b_top >= bound) & (b_top > float("-inf"))
+        i_slot = listed + tl.cumsum(m_block.to(tl.int32), 0) - 1
+        tl.store(p_blocks + i_slot, i_block, mask=m_block)
+        listed += tl.sum(m_block.to(tl.int32), 0)
+    tl.debug_barrier()
+    lanes = listed * BLOCK
+    # lines 9-10: tau; of the scores that equal it the lower teams' are taken, as many as there is room for
+    b_tau, above = largest(p_noisy, p_blocks, lanes, n, K + 1, bound, LANES=LANES, BLOCK=BLOCK)
+    room = tl.where(b_tau == float("-inf"), 0, K - above)
+    taken = 0
+    b_least = tl.full((LANES,), float("inf"), tl.float32)  # [LANES]
+    for start in range(0, lanes, LANES):
+        b_score, i_place, m_score = load_scores(p_noisy, p_blocks, lanes, start, n, LANES=LANES, BLOCK=BLOCK)
+        m_picked = m_score & (b_score > b_tau)
+        if room > 0:
+            m_equal = (m_score & (b_score == b_tau)).to(tl.int32)
+            m_picked = m_picked | ((m_equal != 0) & (tl.cumsum(m_equal, 0) <= room))
+            room -= tl.minimum(tl.sum(m_equal, 0), room)
+        i_slot = taken + tl.cumsum(m_picked.to(tl.int32), 0) - 1
+        tl.store(p_found + i_slot, packed(b_score, i_place), mask=m_picked)
+        taken += tl.sum(m_picked.to(tl.int32), 0)
+        b_least = tl.minimum(b_least, tl.where(m_picked, b_score, float("inf")))
+    tl.debug_barrier()
+    for start in range(0, taken, LANES):
+        i_slot = start + tl.arange(0, LANES)
+        m_slot = i_slot < taken
+        b_pair = tl.load(p_found + i_slot, mask=m_slot, other=0)  # [LANES]
+        b_noisy = (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        i_team, b_before = teams_at(
+            b_pair.to(tl.int32), m_slot, listed_teams, listed_parents, parent_log_c, i_bg, i_h, H, PLACES, CP,
+            OF=OF, POOLED=POOLED,
+        )  # fmt: skip
+        # line 11: log c_g from phi_g - tau
+        b_phi = b_noisy - gumbel_head(seed, i_team, quad, i_h, now, layer, SHARED)
+        b_log_c = log_inclusion(b_phi - b_tau) + b_before
+        mark(p_flags, p_union, p_corrections, i_team, i_h, H, MP, b_log_c, m_slot, OF=OF)
+    return tl.where(taken == K, tl.min(b_least, 0), float("-inf")), b_tau
+
+
 @triton.jit(do_not_specialize=["layer", "quad", "K"])
 def select_many_kernel(
     tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, blocks,
@@ -111,48 +164,10 @@ def select_many_kernel(
         tl.store(tau + i_bgh, float("-inf"))
         tl.store(kth + i_bgh, float("-inf"))
     else:
-        lowest = tl.full((), float("-inf"), tl.float32)
-        maxima = tl.cdiv(n, BLOCK)
-        # K + 1 blocks reach it, so K + 1 scores do
-        bound, _ = largest(p_tops, p_blocks, maxima, maxima, K + 1, lowest, LANES=LANES, BLOCK=1)
-        listed = 0
-        for start in range(0, maxima, LANES):
-            b_top, i_block, m_block = load_scores(p_tops, p_blocks, maxima, start, maxima, LANES=LANES, BLOCK=1)
-            m_block = m_block & (b_top >= bound) & (b_top > float("-inf"))
-            i_slot = listed + tl.cumsum(m_block.to(tl.int32), 0) - 1
-            tl.store(p_blocks + i_slot, i_block, mask=m_block)
-            listed += tl.sum(m_block.to(tl.int32), 0)
-        tl.debug_barrier()
-        lanes = listed * BLOCK
-        # lines 9-10: tau; of the scores that equal it the lower teams' are taken, as many as there is room for
-        b_tau, above = largest(p_noisy, p_blocks, lanes, n, K + 1, bound, LANES=LANES, BLOCK=BLOCK)
-        room = tl.where(b_tau == float("-inf"), 0, K - above)
-        taken = 0
-        b_least = tl.full((LANES,), float("inf"), tl.float32)  # [LANES]
-        for start in range(0, lanes, LANES):
-            b_score, i_place, m_score = load_scores(p_noisy, p_blocks, lanes, start, n, LANES=LANES, BLOCK=BLOCK)
-            m_picked = m_score & (b_score > b_tau)
-            if room > 0:
-                m_equal = (m_score & (b_score == b_tau)).to(tl.int32)
-                m_picked = m_picked | ((m_equal != 0) & (tl.cumsum(m_equal, 0) <= room))
-                room -= tl.minimum(tl.sum(m_equal, 0), room)
-            i_slot = taken + tl.cumsum(m_picked.to(tl.int32), 0) - 1
-            tl.store(p_found + i_slot, packed(b_score, i_place), mask=m_picked)
-            taken += tl.sum(m_picked.to(tl.int32), 0)
-            b_least = tl.minimum(b_least, tl.where(m_picked, b_score, float("inf")))
-        tl.debug_barrier()
-        for start in range(0, taken, LANES):
-            i_slot = start + tl.arange(0, LANES)
-            m_slot = i_slot < taken
-            b_pair = tl.load(p_found + i_slot, mask=m_slot, other=0)  # [LANES]
-            b_noisy = (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            i_team, b_before = teams_at(
-                b_pair.to(tl.int32), m_slot, listed_teams, listed_parents, parent_log_c, i_bg, i_h, H, PLACES, CP,
-                OF=OF, POOLED=POOLED,
-            )  # fmt: skip
-            # line 11: log c_g from phi_g - tau
-            b_phi = b_noisy - gumbel_head(seed, i_team, quad + i_g * 65536, i_h, now, layer, SHARED)
-            b_log_c = log_inclusion(b_phi - b_tau) + b_before
-            mark(p_flags, p_union, p_corrections, i_team, i_h, H, MP, b_log_c, m_slot, OF=OF)
+        b_kth, b_tau = draw_many(
+            p_tops, p_noisy, p_flags, p_union, p_corrections, p_blocks, p_found, n, seed, now, listed_teams,
+            listed_parents, parent_log_c, layer, quad + i_g * 65536, K, i_bg, i_h, H, PLACES, MP, CP, BLOCK=BLOCK,
+            LANES=LANES, OF=OF, POOLED=POOLED, SHARED=SHARED,
+        )  # fmt: skip
         tl.store(tau + i_bgh, b_tau)
-        tl.store(kth + i_bgh, tl.where(taken == K, tl.min(b_least, 0), float("-inf")))
+        tl.store(kth + i_bgh, b_kth)

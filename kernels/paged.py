@@ -1,0 +1,187 @@
+"""The kernels over block tables: the twin of :mod:`latent_santa.paged`, whose functions say what these do.
+
+Four launches, pooled five. Nothing on the device is read from the host, and the grids depend on the block table's shape
+and the batch alone, so that one CUDA graph serves every step of a batch size: programs beyond a request's rows leave at
+once, and those that score teams walk over the tiles of all requests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from latent_santa.integers import ceil_div
+
+from .plan import Plan, Shapes, list_capacity, mask_words, padded_teams, power
+from .support import MOST_HEADS, MOST_KEY_DIMS, unavailable, unsupported_dtype
+from .workspace import Sizes, race
+
+if TYPE_CHECKING:
+    from latent_santa.paged import PagedRecords, PagedSampling
+
+# routing and pooling programs per processor: more of them are not all resident, but even out the last round
+PROGRAMS = 16
+
+
+def reason_not(
+    query: Tensor, cache: Tensor, records: PagedRecords, block_table: Tensor, sampling: PagedSampling, rank: int
+) -> str | None:
+    """Why the kernels cannot run :func:`paged_attention`, or None when they can; depends on shapes and settings."""
+    reason = _reason_not_rows(cache, records, rank)
+    if reason is not None:
+        return reason
+    if query.dtype not in (torch.float32, cache.dtype):
+        return f"the query is {query.dtype}: the kernels take float32 or the rows' {cache.dtype}"
+    if query.stride(2) != 1 or block_table.stride(1) != 1:
+        return "query and block_table need a contiguous last dimension"
+    if sampling.first_head % 4 and sampling.noise == "independent":
+        return f"first_head is {sampling.first_head}: the kernels draw noise for whole quads of heads"
+    if sampling.heads_in_model >= MOST_HEADS:
+        return f"{sampling.heads_in_model} query heads: the noise counter holds fewer than {MOST_HEADS}"
+    return None
+
+
+def _reason_not_rows(cache: Tensor, records: PagedRecords, rank: int) -> str | None:
+    p = records.parent_size
+    if cache.stride(2) != 1 or cache.stride(0) != cache.shape[1] * cache.stride(1):
+        return f"the cache has strides {cache.stride()}: the kernels need whole blocks behind one another"
+    for name, dims, most in zip(("rank", "rope"), (rank, cache.shape[2] - rank), MOST_KEY_DIMS, strict=True):
+        if not 1 <= dims <= most:
+            return f"{name} is {dims}: the kernels take 1 to {most}"
+    if p & (p - 1) or cache.shape[1] & (cache.shape[1] - 1):
+        return f"parent_size {p} and block_size {cache.shape[1]} must be powers of two for the kernels"
+    return unavailable(cache.device) or unsupported_dtype(cache.dtype)
+
+
+@dataclass
+class PagedScratch:
+    """Scratch memory of one device, shared by all layers, batch sizes and graphs of one stream.
+
+    It grows to the largest step seen: run that one first, before graphs are captured. A graph keeps what it was
+    captured with, so growing afterwards leaves the smaller buffers behind.
+
+    Attributes:
+        overrides: fields of :class:`.plan.Plan` to use instead of the chosen ones.
+        programs: of a launch that walks over tiles, per processor.
+    """
+
+    overrides: dict[str, Any] = field(default_factory=dict)
+    programs: int = PROGRAMS
+    _held: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _captured: list[Tensor] = field(default_factory=list, repr=False)
+
+    def buffers(self, sizes: Sizes, device: torch.device) -> dict[str, Tensor]:
+        """A tensor for every name, dtype and shape, its content left over from other steps."""
+        found = {}
+        for name, (dtype, shape) in sizes.items():
+            numel = math.prod(shape)
+            held = self._held.get((name, device))
+            if held is None or held.numel() < numel:
+                held = self._held[name, device] = torch.empty(numel, dtype=dtype, device=device)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                if not any(held is kept for kept in self._captured):
+                    self._captured.append(held)
+            found[name] = held[:numel].view(shape)
+        return found
+
+    def bytes(self) -> int:
+        """Memory held."""
+        kept = {id(t): t for t in (*self._held.values(), *self._captured)}
+        return sum(t.numel() * t.element_size() for t in kept.values())
+
+
+DEFAULT = PagedScratch()
+
+
+def sizes_of(s: Shapes, p: Plan, pooled: bool) -> Sizes:
+    """Dtype and shape of every scratch buffer of a step."""
+    q, h, padded = s.batch, s.heads, padded_teams(s.teams)
+    lists = (torch.int32, (q, ceil_div(h, p.attend_heads), p.shares, list_capacity(s, p)))
+    scores = race(q, h, padded, s.teams_per_head, p.block)
+    if not pooled:
+        del scores["phi"]
+    return {
+        **scores,
+        "flags": (torch.int32, (q, mask_words(h), padded)),
+        "corrections": (torch.float32, (q, padded, h)),
+        **({"pooled": (torch.float32, (q, padded))} if pooled else {}),
+        "list_rows": lists,
+        "list_teams": lists,
+        **({} if pooled else {"list_bits": lists}),
+        "part_out": (torch.float32, (q, h, p.shares, s.values)),
+        "part_max": (torch.float32, (q, h, p.shares)),
+        "part_sum": (torch.float32, (q, h, p.shares)),
+        "part_rows": (torch.int32, (q, p.shares)),
+    }
+
+
+def group_filled(cache: Tensor, records: PagedRecords, slot_mapping: Tensor, rank: int) -> None:
+    """:func:`latent_santa.paged.group_filled`.
+
+    Raises:
+        RuntimeError: the kernels cannot take these inputs; the message says why.
+    """
+    _refuse(_reason_not_rows(cache, records, rank))
+    from .launch import current
+    from .paged_group import paged_group_kernel
+
+    p = records.parent_size
+    if not slot_mapping.numel():
+        return
+    with current(cache.device):
+        paged_group_kernel[(slot_mapping.numel(), records.block_size // p)](
+            latents=cache,
+            slot_mapping=slot_mapping,
+            team=records.team,
+            row=records.row,
+            size=records.size,
+            row_stride=cache.stride(1),
+            D=rank,
+            BD=power(rank),
+            SIZE=records.block_size,
+            P=p,
+            R=records.representatives,
+            num_warps=4 if p * rank <= 16 * 512 else 8,
+        )
+
+
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    records: PagedRecords,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    sampling: PagedSampling,
+    rank: int,
+    counts: Tensor,
+    out: Tensor | None = None,
+    scratch: PagedScratch = DEFAULT,
+) -> Tensor:
+    """:func:`latent_santa.paged.paged_attention`.
+
+    Raises:
+        RuntimeError: the kernels cannot take these inputs; the message says why.
+    """
+    _refuse(reason_not(query, cache, records, block_table, sampling, rank))
+    from .launch import current
+    from .paged_launch import PagedLaunches
+
+    out = query.new_empty(*query.shape[:2], rank) if out is None else out
+    if not query.shape[0]:
+        return out
+    with current(cache.device):
+        launches = PagedLaunches(query, cache, records, block_table, seq_lens, sampling, rank, scratch)
+        for launch in launches.routing().values():
+            launch()
+        launches.attend()
+        launches.combine(out, counts)
+    return out
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise RuntimeError(f"the paged kernels cannot run: {reason}")

@@ -1,0 +1,304 @@
+"""The launches of one paged step: each gets its arguments by keyword."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from latent_santa.integers import ceil_div
+from latent_santa.noise import noise_keys
+
+from .device import launches_early, processors, shared_memory
+from .launch import ELEMENT
+from .paged import PagedScratch, sizes_of
+from .paged_attend import paged_attend_kernel, paged_combine_kernel
+from .paged_route import paged_route_kernel
+from .paged_select import paged_pool_kernel, paged_select_kernel
+from .plan import (
+    Plan,
+    Shapes,
+    candidate_blocks,
+    candidates,
+    choose,
+    list_capacity,
+    mask_words,
+    padded_teams,
+    power,
+    ranked,
+)
+
+if TYPE_CHECKING:
+    from latent_santa.paged import PagedRecords, PagedSampling
+
+
+@lru_cache
+def planned(shapes: Shapes, overrides: tuple[tuple[str, Any], ...]) -> Plan:
+    """The plan for these shapes, with overrides."""
+    return replace(choose(shapes), **dict(overrides))
+
+
+@lru_cache
+def noise_seed(seed: int) -> int:
+    """The Philox key of all requests as one signed 64-bit integer."""
+    low, high = noise_keys(seed, [0], "cpu")[0].tolist()
+    key = low | high << 32
+    return key - (1 << 64) if key >> 63 else key
+
+
+class PagedLaunches:
+    """One step's arguments, and a method for each launch; arguments as in :func:`latent_santa.paged.paged_attention`.
+
+    Attributes:
+        everything: no request of this block table can have more than K teams, so none is scored.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        records: PagedRecords,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        sampling: PagedSampling,
+        rank: int,
+        scratch: PagedScratch,
+    ) -> None:
+        self.records, self.table, self.seq_lens, self.sampling = records, block_table, seq_lens, sampling
+        self.query, self.parts = (query[..., :rank], query[..., rank:]), (cache[..., :rank], cache[..., rank:])
+        batch, heads, width = query.shape
+        rows, p, r = block_table.shape[1] * records.block_size, records.parent_size, records.representatives
+        teams = block_table.shape[1] * records.slots
+        k = sampling.teams_per_head
+        self.everything = teams <= k or sampling.dense_below > rows
+        self.shapes = Shapes(
+            batch=batch,
+            groups=1,
+            heads=heads,
+            prompt=rows,
+            suffix=power(records.block_size, 64),
+            teams=teams,
+            dims=(rank, width - rank),
+            values=rank,
+            latent=True,
+            dtype=cache.dtype,
+            split=query.dtype == torch.float32 and cache.dtype != torch.float32,
+            bits=16,
+            teams_per_head=min(k, teams),
+            # no team has more rows than the others of its parent leave
+            most_rows=min(heads * k * (p - r + 1), rows),
+            processors=processors(cache.device),
+            shared_memory=shared_memory(cache.device),
+        )
+        self.pooled = sampling.estimator == "pooled"
+        self.plan = planned(self.shapes, tuple(scratch.overrides.items()))
+        self.buffers = scratch.buffers(sizes_of(self.shapes, self.plan, self.pooled), cache.device)
+        self.walking = scratch.programs * self.shapes.processors
+        self.early = launches_early(cache.device)
+
+    def routing(self) -> dict[str, Callable[[], None]]:
+        """The launches before :meth:`attend`, by name and in order."""
+        if self.everything:
+            return {}
+        return {"route": self.route, "select": self.select, **({"pool": self.pool} if self.pooled else {})}
+
+    def _options(self, warps: int, first: bool = False) -> dict[str, Any]:
+        """As in :class:`.launch.Launches`."""
+        return {"num_warps": warps, "launch_pdl": True} if self.early and not first else {"num_warps": warps}
+
+    def _requests(self) -> dict[str, Any]:
+        """Arguments that tell what each request samples."""
+        s, records = self.sampling, self.records
+        return {
+            "seq_lens": self.seq_lens, "K": s.teams_per_head, "dense_below": s.dense_below, "H": self.shapes.heads,
+            "SIZE": records.block_size, "SLOTS": records.slots,
+        }  # fmt: skip
+
+    def _draws(self) -> dict[str, Any]:
+        """Arguments that key the noise."""
+        s = self.sampling
+        shared = s.noise == "shared"
+        return {
+            "seed": noise_seed(s.seed), "layer": s.layer, "quad": 0 if shared else s.first_head // 4, "SHARED": shared
+        }  # fmt: skip
+
+    def _programs(self, tile: int, heads: int = 1) -> int:
+        """Programs that walk over the tiles of so many teams, for each of so many blocks of heads."""
+        return min(self.shapes.batch * ceil_div(self.shapes.teams, tile), max(1, self.walking // heads))
+
+    def route(self) -> None:
+        """Lines 7-8: score the representatives of full blocks and add noise."""
+        s, p, b = self.shapes, self.plan, self.buffers
+        blocks = ceil_div(s.heads, p.route_heads)
+        paged_route_kernel[(self._programs(p.route_teams, blocks), blocks)](
+            **self._requests(),
+            **self._draws(),
+            query0=self.query[0],
+            query1=self.query[1],
+            latents=self.parts[0],
+            rotary=self.parts[1],
+            table=self.table,
+            row=self.records.row,
+            size=self.records.size,
+            phi=b["phi"] if self.pooled else b["noisy"],
+            noisy=b["noisy"],
+            tops=b["tops"],
+            flags=b["flags"],
+            scale=self.sampling.scale,
+            query_strides=(self.query[0].stride(0), 0, self.query[0].stride(1)),
+            row_strides=(0, 0, self.parts[0].stride(1)),
+            table_stride=self.table.stride(0),
+            MP=padded_teams(s.teams),
+            B=s.batch,
+            WORDS=mask_words(s.heads),
+            D0=s.dims[0],
+            D1=s.dims[1],
+            DC0=min(p.route_dims, power(s.dims[0], 16)),
+            DC1=min(p.route_dims, power(s.dims[1], 16)),
+            T=p.route_teams,
+            HB=p.route_heads,
+            BATCH=power(s.batch),
+            SPLIT=s.split,
+            BLOCK=p.block,
+            STAGES=p.route_stages,
+            DTYPE=ELEMENT[s.dtype],
+            PHI=self.pooled,
+            PDL=self.early,
+            num_stages=p.route_stages,
+            **self._options(p.route_warps, first=True),
+        )
+
+    def select(self) -> None:
+        """Lines 9-11: find every head's threshold, flag its teams and write their corrections."""
+        s, p, b = self.shapes, self.plan, self.buffers
+        k, blocks = s.teams_per_head, padded_teams(s.teams) // p.block
+        by_ranks, warps = ranked(k, blocks), p.select_warps
+        if by_ranks:
+            sizes = {
+                "NT": power(blocks),
+                "COARSE": p.coarse,
+                "NB": candidate_blocks(k),
+                "ROOM": candidates(k),
+                "LANES": 1,
+            }
+        else:
+            sizes = {
+                "NT": 0,
+                "COARSE": 0,
+                "NB": 1,
+                "ROOM": power(k),
+                "LANES": min(power(max(blocks, k)), p.select_lanes),
+            }
+            warps = p.select_many_warps
+        paged_select_kernel[(s.heads, s.batch)](
+            **self._requests(),
+            **self._draws(),
+            tops=b["tops"],
+            noisy=b["noisy"],
+            flags=b["flags"],
+            corrections=b["corrections"],
+            blocks=b["blocks"],
+            found=b["found"],
+            tau=b["tau"],
+            kth=b["kth"],
+            MP=padded_teams(s.teams),
+            WORDS=mask_words(s.heads),
+            BLOCK=p.block,
+            **sizes,
+            PDL=self.early,
+            **self._options(warps),
+        )
+
+    def pool(self) -> None:
+        """One correction per team for all heads (pooled only)."""
+        s, p, b = self.shapes, self.plan, self.buffers
+        paged_pool_kernel[(self._programs(p.pool_teams),)](
+            **self._requests(),
+            phi=b["phi"],
+            tau=b["tau"],
+            kth=b["kth"],
+            flags=b["flags"],
+            pooled=b["pooled"],
+            MP=padded_teams(s.teams),
+            B=s.batch,
+            WORDS=mask_words(s.heads),
+            T=p.pool_teams,
+            HB=min(power(s.heads), 32),
+            BATCH=power(s.batch),
+            SHARED=self.sampling.noise == "shared",
+            PDL=self.early,
+            **self._options(4),
+        )
+
+    def attend(self) -> None:
+        """Lines 13-18: read the rows of the union and those that are exact."""
+        s, p, b, records = self.shapes, self.plan, self.buffers, self.records
+        paged_attend_kernel[(p.shares, ceil_div(s.heads, p.attend_heads), s.batch)](
+            **self._requests(),
+            query0=self.query[0],
+            query1=self.query[1],
+            latents=self.parts[0],
+            rotary=self.parts[1],
+            table=self.table,
+            team=records.team,
+            flags=b["flags"],
+            corrections=b["pooled"] if self.pooled else b["corrections"],
+            list_rows=b["list_rows"],
+            list_teams=b["list_teams"],
+            list_bits=b["list_teams"] if self.pooled else b["list_bits"],
+            part_out=b["part_out"],
+            part_max=b["part_max"],
+            part_sum=b["part_sum"],
+            part_rows=b["part_rows"],
+            scale=self.sampling.scale,
+            query_strides=(self.query[0].stride(0), 0, self.query[0].stride(1)),
+            row_stride=self.parts[0].stride(1),
+            table_stride=self.table.stride(0),
+            MP=padded_teams(s.teams),
+            CAPACITY=list_capacity(s, p),
+            D0=s.dims[0],
+            D1=s.dims[1],
+            BD0=power(s.dims[0], 16),
+            BD1=power(s.dims[1], 16),
+            HB=p.attend_heads,
+            BN=p.attend_rows,
+            LANES=p.lanes,
+            WORDS=mask_words(s.heads),
+            P=records.parent_size,
+            R=records.representatives,
+            TALL=p.attend_tall,
+            SPLIT=s.split,
+            POOLED=self.pooled,
+            ALL=self.everything,
+            DTYPE=ELEMENT[s.dtype],
+            STAGES=p.attend_stages,
+            PDL=self.early and not self.everything,
+            num_stages=p.attend_stages,
+            **self._options(p.attend_warps, first=self.everything),
+        )
+
+    def combine(self, out: Tensor, counts: Tensor) -> None:
+        """Line 19: put the shares together, into ``out``; add to ``counts``."""
+        s, p, b = self.shapes, self.plan, self.buffers
+        paged_combine_kernel[(ceil_div(s.values, p.combine_values), s.heads, s.batch)](
+            **self._requests(),
+            part_out=b["part_out"],
+            part_max=b["part_max"],
+            part_sum=b["part_sum"],
+            part_rows=b["part_rows"],
+            out=out,
+            counts=counts,
+            out_strides=out.stride()[:2],
+            counts_stride=counts.stride(0),
+            shares=p.shares,
+            V=s.values,
+            BV=p.combine_values,
+            NS=power(p.shares),
+            BS=p.combine_shares,
+            PDL=self.early,
+            **self._options(p.combine_warps),
+        )

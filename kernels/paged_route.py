@@ -1,0 +1,53 @@
+"""Routing over block tables: noisy scores of the teams of all requests' full blocks (Algorithm 1, lines 7-8)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .draws import gumbel_tile
+from .paged_rows import sampled_teams, tile_at, tiles_before
+from .route import key_scores, store_scores
+
+
+@triton.jit(do_not_specialize=["seed", "layer", "quad", "K", "dense_below"])
+def paged_route_kernel(
+    query0, query1, latents, rotary, table, seq_lens, row, size, seed, phi, noisy, tops, flags, scale, layer, quad, K,
+    dense_below, query_strides, row_strides, table_stride, MP, B, H, WORDS, D0: tl.constexpr, D1: tl.constexpr,
+    DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, BATCH: tl.constexpr, SIZE: tl.constexpr,
+    SLOTS: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr, PHI: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, head block) scores every ``num_programs``-th tile of T teams from the i-th on, for HB heads.
+
+    Writes what :func:`.route.route_kernel` writes, for the B requests in place of sequences. A team's key is its
+    representative's row, found through the block table ``(B, columns)`` and the records ``row, size (blocks, SLOTS)``.
+    Strides are (request, 0, head) of queries, (0, 0, row) of the cache's parts.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_head = tl.program_id(1) * HB
+    i_head = first_head + tl.arange(0, HB)  # [HB]
+    b_end, tiles = tiles_before(seq_lens, B, K, dense_below, BATCH=BATCH, T=T, SIZE=SIZE, SLOTS=SLOTS)
+    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        i_b, i_tile = tile_at(b_end, i)
+        n = tl.load(seq_lens + i_b)
+        i_team = i_tile * T + tl.arange(0, T)  # [T]
+        m_team = i_team < sampled_teams(n, K, dense_below, SIZE, SLOTS)
+        p_table = table + i_b.to(tl.int64) * table_stride
+        i_block = tl.load(p_table + i_team // SLOTS, mask=m_team, other=0).to(tl.int64)  # [T]
+        o_slot = i_block * SLOTS + i_team % SLOTS
+        i_row = i_block * SIZE + tl.load(row + o_slot, mask=m_team, other=0).to(tl.int64)  # [T]
+        b_size = tl.load(size + o_slot, mask=m_team, other=0).to(tl.int32)  # [T]
+        acc = key_scores(
+            query0, query1, latents, rotary, latents, rotary, i_row, m_team, i_head, i_b, i_b * 0, i_b * 0, H,
+            query_strides, query_strides, row_strides, row_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1, LATENT=True,
+            SPLIT=SPLIT, BITS=16, GROUP0=1, GROUP1=1, STAGES=STAGES, DTYPE=DTYPE,
+        )  # fmt: skip
+        b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]
+        b_phi = tl.where((b_size > 0)[:, None], b_phi, float("-inf"))
+        b_noise = gumbel_tile(seed, i_team, quad, first_head, n, layer, HB, SHARED)
+        store_scores(b_phi, b_noise, phi, noisy, tops, i_b, i_tile, first_head, H, MP, BLOCK=BLOCK, PHI=PHI)
+        if tl.program_id(1) == 0:
+            for i_word in range(WORDS):
+                tl.store(flags + (i_b.to(tl.int64) * WORDS + i_word) * MP + i_team, tl.zeros((T,), tl.int32))

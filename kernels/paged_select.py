@@ -1,0 +1,74 @@
+"""Selection and pooled corrections of paged requests (Algorithm 1, lines 9-11); dense requests are skipped."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .device import wait
+from .paged_rows import sampled_teams, tile_at, tiles_before
+from .pool import pooled_correction
+from .select import TEAMS, draw_teams
+from .select_many import draw_many
+
+
+@triton.jit(do_not_specialize=["seed", "layer", "quad", "K", "dense_below"])
+def paged_select_kernel(
+    tops, noisy, flags, corrections, seq_lens, seed, blocks, found, tau, kth, layer, quad, K, dense_below, MP, H, WORDS,
+    SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr, COARSE: tl.constexpr,
+    NB: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (h, request) does what :func:`.select.select_kernel` does for a head of a sequence, or with NT of 0
+    :func:`.select_many.select_many_kernel`."""
+    i_h = tl.program_id(0)
+    i_b = tl.program_id(1)
+    n = tl.load(seq_lens + i_b)
+    teams = sampled_teams(n, K, dense_below, SIZE, SLOTS)
+    i_bh = i_b.to(tl.int64) * H + i_h
+    p_noisy = noisy + i_bh * MP
+    p_tops = tops + i_bh * (MP // BLOCK)
+    p_flags = flags + i_b.to(tl.int64) * WORDS * MP
+    p_corrections = corrections + i_b.to(tl.int64) * MP * H + i_h
+    wait(PDL)
+    if teams > 0:
+        if NT > 0:
+            b_kth, b_tau = draw_teams(
+                p_tops, p_noisy, p_flags, flags, p_corrections, blocks + i_bh * NB, found + i_bh * ROOM, teams, seed,
+                n, flags, flags, corrections, layer, quad, K, i_b, i_h, H, MP, MP, 0, BLOCK=BLOCK, NT=NT,
+                COARSE=COARSE, NB=NB, ROOM=ROOM, OF=TEAMS, POOLED=True, SHARED=SHARED,
+            )  # fmt: skip
+        else:
+            b_kth, b_tau = draw_many(
+                p_tops, p_noisy, p_flags, flags, p_corrections, blocks + i_bh * (MP // BLOCK), found + i_bh * ROOM,
+                teams, seed, n, flags, flags, corrections, layer, quad, K, i_b, i_h, H, MP, MP, 0, BLOCK=BLOCK,
+                LANES=LANES, OF=TEAMS, POOLED=True, SHARED=SHARED,
+            )  # fmt: skip
+        tl.store(tau + i_bh, b_tau)
+        tl.store(kth + i_bh, b_kth)
+
+
+@triton.jit(do_not_specialize=["K", "dense_below"])
+def paged_pool_kernel(
+    phi, tau, kth, flags, seq_lens, pooled, K, dense_below, MP, B, H, WORDS, T: tl.constexpr, HB: tl.constexpr,
+    BATCH: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i takes every ``num_programs``-th tile of T teams from the i-th on and writes ``pooled (B, MP)``, the log
+    correction of those that any head selected."""
+    b_end, tiles = tiles_before(seq_lens, B, K, dense_below, BATCH=BATCH, T=T, SIZE=SIZE, SLOTS=SLOTS)
+    wait(PDL)
+    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        i_b, i_tile = tile_at(b_end, i)
+        i_team = i_tile * T + tl.arange(0, T)  # [T]
+        m_team = i_team < sampled_teams(tl.load(seq_lens + i_b), K, dense_below, SIZE, SLOTS)
+        p_flags = flags + i_b.to(tl.int64) * WORDS * MP
+        b_used = tl.zeros((T,), tl.int32)  # [T]
+        for i_word in range(WORDS):
+            b_used |= tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0)
+        m_team = b_used != 0
+        if tl.sum(m_team.to(tl.int32), 0) > 0:
+            i_bh = i_b.to(tl.int64) * H
+            b_log_c = pooled_correction(
+                phi + i_bh * MP, tau + i_bh, kth + i_bh, p_flags, i_team, i_team, m_team, MP, MP, H, HB=HB,
+                SHARED=SHARED,
+            )  # fmt: skip
+            tl.store(pooled + i_b.to(tl.int64) * MP + i_team, b_log_c, mask=m_team)

@@ -1,0 +1,108 @@
+"""The paged kernels in Triton's interpreter against the PyTorch twin: same teams, same rows, outputs to rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from latent_santa import paged
+
+from .paged_cases import Paged, make_paged
+
+kernels = pytest.importorskip("latent_santa.kernels.paged")
+pytest.importorskip("triton")
+
+# small blocks, so that small cases have several of everything, and programs that walk over several tiles
+SMALL = {"route_teams": 16, "attend_rows": 16, "lanes": 32, "shares": 2, "combine_shares": 2, "pool_teams": 16}
+LENGTHS = (70, 0, 90)
+
+
+def run(case: Paged, **changes):
+    """Output and counts of the kernels, from scratch memory full of NaN."""
+    scratch = kernels.PagedScratch(SMALL, programs=1)
+    sampling = replace(case.sampling, **changes)
+    counts = torch.zeros(len(case.rows) + 1, 4, dtype=torch.int64)
+    from latent_santa.kernels.paged_launch import PagedLaunches
+
+    where = (case.cache, case.records, case.block_table, case.seq_lens, sampling, case.rank)
+    for held in PagedLaunches(case.query, *where, scratch).buffers.values():
+        held.fill_(float("nan") if held.is_floating_point() else torch.iinfo(held.dtype).max)
+    out = torch.full((len(case.rows), 2 * case.query.shape[1], case.rank), 9.0, dtype=case.query.dtype)[:, ::2]
+    got = kernels.paged_attention(case.query, *where, counts, out, scratch)
+    assert got is out and not counts[-1].any()
+    return got, counts[:-1]
+
+
+def check(case: Paged, tolerance: float = 5e-6, **changes):
+    got, counts = run(case, **changes)
+    want, expected = replace(case, query=case.query.float()).run(**changes)
+    assert torch.equal(counts, expected)
+    assert float((got - want).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize(
+    "block_size, settings",
+    [
+        (16, {}),
+        (16, {"estimator": "pooled", "noise": "shared"}),
+        (64, {"estimator": "pooled", "first_head": 4, "heads_in_model": 8}),
+        (16, {"noise": "shared", "dense_below": 80}),
+    ],
+)
+def test_kernels_are_the_twin(block_size, settings):
+    check(make_paged(LENGTHS, block_size, **settings))
+
+
+def test_sixteen_bit_rows_take_a_float32_query():
+    check(make_paged((70,), heads=6, dtype=torch.float16, query_dtype=torch.float32, rank=20, rope=8), 1e-5)
+
+
+def test_nothing_is_scored_where_the_table_holds_no_more_than_k_teams():
+    check(make_paged((30, 0)), teams_per_head=16)
+
+
+def test_budgets_beyond_the_ranks_are_searched_by_digits(monkeypatch):
+    from latent_santa.kernels import paged_launch
+
+    monkeypatch.setattr(paged_launch, "ranked", lambda k, blocks: False)
+    check(make_paged((70,)))
+
+
+@pytest.mark.parametrize("block_size, dtype", [(16, torch.float32), (64, torch.float16)])
+def test_filled_blocks_get_the_twins_records(block_size, dtype):
+    case = make_paged((block_size + 3, 2 * block_size), block_size, rank=20, dtype=dtype)
+    case.cache.view(-1, case.cache.shape[2])[:, : case.rank].nan_to_num_(0.5)  # blocks of equal rows: all ties
+    slots = torch.tensor([-1, *(block * block_size + block_size - 1 for block in range(4)), 5 * block_size])
+    found, want = (paged.empty_records(case.cache.shape[0], block_size, 16, 4, "cpu") for _ in range(2))
+    paged.group_filled(case.cache, want, slots, case.rank)
+    kernels.group_filled(case.cache, found, slots, case.rank)
+    for name in ("team", "row", "size"):
+        assert torch.equal(getattr(found, name), getattr(want, name)), name
+    assert not found.size[4:].any()
+
+
+def test_reasons_name_what_the_kernels_do_not_take():
+    case = make_paged((20,))
+
+    def reason(case=case, **changes):
+        sampling = replace(case.sampling, **changes)
+        return kernels.reason_not(case.query, case.cache, case.records, case.block_table, sampling, case.rank)
+
+    assert reason() is None
+    assert "first_head is 2" in reason(first_head=2) and reason(first_head=2, noise="shared") is None
+    assert "blocks" in reason(replace(case, cache=case.cache[::2]))
+    assert "bfloat16" in reason(replace(case, cache=case.cache.bfloat16(), query=case.query.float()))
+    assert "float64" in reason(replace(case, query=case.query.double()))
+    with pytest.raises(RuntimeError, match="first_head"):
+        run(case, first_head=2)
+
+
+def test_scratch_grows_to_the_largest_step_and_is_shared():
+    scratch = kernels.PagedScratch()
+    large = scratch.buffers({"a": (torch.float32, (4, 8))}, torch.device("cpu"))["a"]
+    small = scratch.buffers({"a": (torch.float32, (2, 3))}, torch.device("cpu"))["a"]
+    assert small.shape == (2, 3) and small.data_ptr() == large.data_ptr() and scratch.bytes() == 128
+    assert scratch.buffers({"a": (torch.float32, (5, 8))}, torch.device("cpu"))["a"].numel() == 40
+    assert scratch.bytes() == 160
