@@ -88,22 +88,30 @@ class ModelCall:
         kind: what it is.
         layers: the cache's layers.
         visible: ``(B, L)`` bool over all rows including this call's, or None when all are real.
-        step: ``(B,)`` int64, rows that each sequence sees at its last token.
+        size: B, and rows including this call's.
+        step: ``(B,)`` int64, rows that each sequence sees at its last token; None until somebody asks (:meth:`on`).
         ledger: where its reads are recorded.
         full: whether K covered every team, which makes it dense attention; known once its first layer has run.
+        as_captured: whether rows and teams are known to stand as the captured step on them left them.
     """
 
     kind: Kind
     layers: Sequence[TeamLayer] = ()
     visible: Tensor | None = None
+    size: tuple[int, int] = (0, 0)
     step: Tensor | None = None
     ledger: AccessLedger | SpreadCounts | None = None
     full: bool = False
+    as_captured: bool = False
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _ahead: Ahead | None = None
 
     def on(self, name: str, device: torch.device) -> Tensor | None:
         """``visible`` or ``step`` on a layer's device, moved once per call."""
+        if name == "step" and self.step is None:  # a replayed graph counts by itself
+            batch, rows = self.size
+            full = torch.full((batch,), rows, dtype=torch.int64, device=device)
+            self.step = full if self.visible is None else self.visible.sum(-1)
         value: Tensor | None = getattr(self, name)
         if value is None or value.device == device:
             return value

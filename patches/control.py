@@ -45,6 +45,7 @@ class ThreadState(threading.local):
         beams: whether the present generation moves rows between sequences.
         shown: the cache layer whose padding the present generation has shown to be the known one.
         looked: the cache layer for whose decoding steps the model was last looked at.
+        state: what was seen of its weights at the first step of the present generation, or None.
         generating: whether ``generate`` runs, which asks for the last logits only.
         all_logits: whether the present call of the model asks for more logits than the last token's.
         replaying: whether the base model is called from within its own hook.
@@ -62,6 +63,7 @@ class ThreadState(threading.local):
         self.beams = False
         self.shown: weakref.ref[TeamLayer] | None = None
         self.looked: weakref.ref[TeamLayer] | None = None
+        self.state: tuple[Any, ...] | None = None
         self.generating = self.all_logits = self.replaying = self.preparing = False
 
 
@@ -173,16 +175,15 @@ class Control:
                 # where generated rows are grouped at all, those that still wait for it are grouped with the turn
                 first = min(layer.grouped.stop, held) if regrouped and layer.grouped.teams is not None else held
                 layer.waiting = (first if layer.waiting is None else layer.waiting[0], held + prompt)
-        if visible is None:
-            step = torch.full((batch,), held + new, dtype=torch.int64, device=tokens.device)
-        else:
-            step = visible.sum(-1)
-        self.begin(ModelCall(kind, layers, visible, step))
-        self._warn_beyond_limit(held + new, step)
+        call = ModelCall(kind, layers, visible, (batch, held + new))
+        self.begin(call)
+        self._warn_beyond_limit(held + new, call, tokens.device)
         if kind.one_token:
             self._reserve(layers, held + new)
         if kind is Kind.DECODE:
-            self._group(layers, visible)
+            call.as_captured = self._as_captured(layers)
+            if not call.as_captured:
+                self._group(layers, visible)
         return (), kwargs
 
     def _reserve(self, layers: Sequence[TeamLayer], rows: int) -> None:
@@ -192,6 +193,13 @@ class Control:
             full = layer.buffers is None or layer.room < rows
             if full and layer.get_seq_length() and not torch.is_grad_enabled():
                 layer.make_room(rows)
+
+    def _as_captured(self, layers: Sequence[TeamLayer]) -> bool:
+        """Whether a step captured under these settings stands on the cache, and no row waits to be grouped."""
+        graph = layers[0].graph
+        if graph is None or graph.conditions.config is not self.config or not graph.stands(layers):
+            return False
+        return all(layer.waiting is None and not 0 < layer.limit <= layer.open_rows for layer in layers)
 
     def _known(self, layer: TeamLayer) -> bool:
         """Whether this generation showed its padding for the cache before: ``generate`` only adds to a mask.
@@ -228,7 +236,7 @@ class Control:
         self._group(call.layers, call.visible)
         for layer in call.layers:
             layer.hold_back_last()
-        self.begin(ModelCall(Kind.REPLAY, call.layers, call.visible, call.step))
+        self.begin(ModelCall(Kind.REPLAY, call.layers, call.visible, call.size, call.step))
         thread.replaying = True
         try:
             again = base(**last_token(kwargs))
@@ -329,8 +337,11 @@ class Control:
         for layer in layers:
             layer.noise_key = noise_keys(self.config.seed, keys, device)
 
-    def _warn_beyond_limit(self, rows: int, step: Tensor) -> None:
-        if self._limit is None or rows <= self._limit or int(step.max()) <= self._limit:
+    def _warn_beyond_limit(self, rows: int, call: ModelCall, device: torch.device) -> None:
+        if self._limit is None or rows <= self._limit:
+            return
+        step = call.on("step", device)
+        if step is None or int(step.max()) <= self._limit:
             return
         warnings.warn(
             f"{int(step.max())} tokens are beyond the {self._limit} positions that this model was made for: its "

@@ -116,7 +116,7 @@ class Recorded:
                     regroup_generated(layers, control.adapters, before, control.config)
                 for layer, rows in zip(layers, self._rows, strict=True):
                     layer.hold(*(part[..., :seen, :] for part in rows))
-                call = ModelCall(Kind.DECODE if number else Kind.REPLAY, layers, visible, step)
+                call = ModelCall(Kind.DECODE if number else Kind.REPLAY, layers, visible, step=step)
                 control.begin(call)
                 for place, layer in enumerate(layers):
                     states, scale = self._heard[place][number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,8 +65,13 @@ class CapturedStep:
             layers[0].get_seq_length() < self.fixed.room
             and (call.visible is None or self.fixed.mask is not None)
             and self.conditions == conditions
-            and len(layers) == len(self._rows)
-            and all(_same(_records(layer), kept) for layer, kept in zip(layers, self._rows, strict=True))
+            and (call.as_captured or self.stands(layers))
+        )
+
+    def stands(self, layers: Sequence[TeamLayer]) -> bool:
+        """Whether rows and teams lie where they were captured."""
+        return len(layers) == len(self._rows) and all(
+            _same(_records(layer), kept) for layer, kept in zip(layers, self._rows, strict=True)
         )
 
     def first(self, call: ModelCall, given: dict[str, Any]) -> Any:

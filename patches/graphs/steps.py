@@ -109,7 +109,7 @@ class StepGraphs:
         thread, first = self.control.thread, call.layers[0]
         if self._look is None or thread.looked is None or thread.looked() is not first:
             self._look = Look.at(self.control.base)
-            thread.looked = weakref.ref(first)
+            thread.looked, thread.state = weakref.ref(first), None
         return self._look
 
     def _given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -123,8 +123,11 @@ class StepGraphs:
             for name, value in given.items()
             if not isinstance(value, Cache)
         )
+        thread = self.control.thread
+        if thread.state is None or not thread.generating:  # nobody moves weights within a generation
+            thread.state = self._look.state(self.control.base)
         # a cache may outlive its patch, and the next one may compile what this one did not
-        return Conditions(self, self.control.config, self._look.state(self.control.base), arguments)
+        return Conditions(self, self.control.config, thread.state, arguments)
 
     def _pays(self, call: ModelCall) -> bool:
         """Whether as many steps follow as a capture costs: so many were asked for, or so many were made already."""
