@@ -42,7 +42,7 @@ def paged_route_kernel(
         acc = key_scores(
             query0, query1, latents, rotary, latents, rotary, i_row, m_team, i_head, i_b, i_b * 0, i_b * 0, H,
             query_strides, query_strides, row_strides, row_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1, LATENT=True,
-            SPLIT=SPLIT, BITS=16, GROUP0=1, GROUP1=1, STAGES=STAGES, DTYPE=DTYPE,
+            SPLIT=SPLIT, BITS=16, STAGES=STAGES, DTYPE=DTYPE,
         )  # fmt: skip
         b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]
         b_phi = tl.where((b_size > 0)[:, None], b_phi, float("-inf"))
