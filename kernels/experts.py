@@ -4,11 +4,14 @@ A grouped product sorts tokens by expert and starts tiles for all experts; at on
 longer than reading the weights. Here a program takes one expert and some of its columns, and multiplies with a tile of
 all tokens, of which those count that are routed to it. Roundings are those of transformers' own experts: products, gate
 and activation are rounded to the weights' dtype, and the weighted sum is formed in float32.
+
+A shared expert, which every token passes, joins in: it is cut into slices as wide as a routed expert, which come first
+in every launch. Alone it would take as many launches again, too short to reach the memory's speed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +25,14 @@ from .plan import power
 from .support import unavailable, unsupported_dtype
 
 MOST_TOKENS = 64
+
+
+class Shared(NamedTuple):
+    """Weights of an expert that every token passes, ``(S, D)``, ``(S, D)`` and ``(D, S)``."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
 
 
 @triton.jit
@@ -45,75 +56,107 @@ def tokens_of(index, i_expert, T: tl.constexpr, TB: tl.constexpr, TOP: tl.conste
 
 @triton.jit
 def up_kernel(
-    states, index, weights, hidden, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr,
-    PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr, TP: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr,
-    STAGES: tl.constexpr,
+    states, index, weights, shared_gate, shared_up, hidden, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
+    T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr,
+    TP: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of F, pair). ``states (T, D)``, ``index (T, TOP)``, ``weights (E, 2 F, D)``: gate over up. Writes
-    ``hidden (PAIRS, F)``, silu(gate) * up."""
-    i_expert, first = expert_of(index, tl.program_id(1), PAIRS, PP)
-    if first:
+    """Program (block of F, slice or pair). ``states (T, D)``, ``index (T, TOP)``, ``weights (E, 2 F, D)``: gate over
+    up. Writes ``hidden (SLICES T + PAIRS, F)``, silu(gate) * up, of the shared expert's slices first."""
+    i_slice = tl.program_id(1)
+    i_token = tl.arange(0, TB)
+    i_col = tl.program_id(0) * BF + tl.arange(0, BF)  # [BF]
+    m_col = i_col < F
+    if i_slice < SLICES:
+        present = True
+        m_token, i_pair = i_token < T, i_slice * T + i_token
+        m_col = m_col & (i_slice * F + i_col < S)
+        p_gate = shared_gate + i_slice * F * D
+        p_up = shared_up + i_slice * F * D
+    else:
+        i_expert, present = expert_of(index, i_slice - SLICES, PAIRS, PP)
         m_token, i_pair = tokens_of(index, i_expert, T, TB, TOP, TP)
-        i_token = tl.arange(0, TB)
-        i_col = tl.program_id(0) * BF + tl.arange(0, BF)  # [BF]
+        i_pair += SLICES * T
+        p_gate = weights + i_expert * 2 * F * D
+        p_up = p_gate + F * D
+    if present:
         i_dim = tl.arange(0, BD)
-        p_gate = weights + i_expert * 2 * F * D + i_col[None, :] * D
+        o_col = i_col[None, :] * D
         b_gate = tl.zeros((TB, BF), tl.float32)
         b_up = tl.zeros((TB, BF), tl.float32)
         for start in tl.range(0, D, BD, num_stages=STAGES):
             m_dim = start + i_dim < D
             m_state = m_token[:, None] & m_dim[None, :]
-            m_weight = m_dim[:, None] & (i_col < F)[None, :]
-            o_dim = (start + i_dim)[:, None]
+            m_weight = m_dim[:, None] & m_col[None, :]
+            o_weight = o_col + (start + i_dim)[:, None]
             b_state = tl.load(states + i_token[:, None] * D + (start + i_dim)[None, :], mask=m_state, other=0.0)
-            b_gate = tl.dot(b_state, tl.load(p_gate + o_dim, mask=m_weight, other=0.0), b_gate, input_precision="ieee")
-            b_weight = tl.load(p_gate + F * D + o_dim, mask=m_weight, other=0.0)  # [BD, BF]
+            b_weight = tl.load(p_gate + o_weight, mask=m_weight, other=0.0)  # [BD, BF]
+            b_gate = tl.dot(b_state, b_weight, b_gate, input_precision="ieee")
+            b_weight = tl.load(p_up + o_weight, mask=m_weight, other=0.0)  # [BD, BF]
             b_up = tl.dot(b_state, b_weight, b_up, input_precision="ieee")
         dtype: tl.constexpr = hidden.dtype.element_ty
         b_gate = b_gate.to(dtype).to(tl.float32)
         b_act = (b_gate / (1 + tl.exp(-b_gate))).to(dtype).to(tl.float32)
         b_hidden = b_act * b_up.to(dtype).to(tl.float32)
-        m_hidden = m_token[:, None] & (i_col < F)[None, :]
+        m_hidden = m_token[:, None] & m_col[None, :]
         tl.store(hidden + i_pair[:, None] * F + i_col[None, :], b_hidden.to(dtype), mask=m_hidden)
 
 
 @triton.jit
 def down_kernel(
-    hidden, index, shares, weights, parts, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr,
-    PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr, TP: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
-    STAGES: tl.constexpr,
+    hidden, index, shares, weights, shared_down, parts, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
+    T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr,
+    TP: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of D, pair). ``weights (E, D, F)``; ``shares (T, TOP)`` float32 are the routing weights. Writes
-    ``parts (PAIRS, D)`` float32, each pair's weighted output."""
-    i_expert, first = expert_of(index, tl.program_id(1), PAIRS, PP)
-    if first:
+    """Program (block of D, slice or pair). ``weights (E, D, F)``; ``shares (T, TOP)`` are the routing weights. Writes
+    ``parts (SLICES T + PAIRS, D)`` float32, each slice's output and each pair's weighted one."""
+    i_slice = tl.program_id(1)
+    i_token = tl.arange(0, TB)
+    i_col = tl.program_id(0) * BN + tl.arange(0, BN)  # [BN]
+    width = tl.where(i_slice < SLICES, tl.minimum(S - i_slice * F, F), F)
+    if i_slice < SLICES:
+        present = True
+        m_token, i_pair = i_token < T, i_slice * T + i_token
+        p_weight = shared_down + i_slice * F + i_col * S
+    else:
+        i_expert, present = expert_of(index, i_slice - SLICES, PAIRS, PP)
         m_token, i_pair = tokens_of(index, i_expert, T, TB, TOP, TP)
-        i_col = tl.program_id(0) * BN + tl.arange(0, BN)  # [BN]
+        i_pair += SLICES * T
+        p_weight = weights + i_expert * D * F + i_col * F
+    if present:
         i_dim = tl.arange(0, BF)
-        p_weight = weights + i_expert * D * F + i_col[None, :] * F
         b_out = tl.zeros((TB, BN), tl.float32)
         for start in tl.range(0, F, BF, num_stages=STAGES):
-            m_dim = start + i_dim < F
+            m_dim = start + i_dim < width
             m_hidden = m_token[:, None] & m_dim[None, :]
             m_weight = m_dim[:, None] & (i_col < D)[None, :]
             b_hidden = tl.load(hidden + i_pair[:, None] * F + (start + i_dim)[None, :], mask=m_hidden, other=0.0)
-            b_weight = tl.load(p_weight + (start + i_dim)[:, None], mask=m_weight, other=0.0)  # [BF, BN]
+            o_dim = (start + i_dim)[:, None]
+            b_weight = tl.load(p_weight[None, :] + o_dim, mask=m_weight, other=0.0)  # [BF, BN]
             b_out = tl.dot(b_hidden, b_weight, b_out, input_precision="ieee")
-        b_share = tl.load(shares + i_pair, mask=m_token, other=0.0).to(tl.float32)  # [TB]
-        b_part = b_out.to(hidden.dtype.element_ty).to(tl.float32) * b_share[:, None]
+        # slices are rounded when they are added, as one product of the whole shared expert would be
+        if i_slice >= SLICES:
+            b_share = tl.load(shares + i_pair - SLICES * T, mask=m_token, other=0.0).to(tl.float32)  # [TB]
+            b_out = b_out.to(hidden.dtype.element_ty).to(tl.float32) * b_share[:, None]
         m_part = m_token[:, None] & (i_col < D)[None, :]
-        tl.store(parts + i_pair[:, None] * D + i_col[None, :], b_part, mask=m_part)
+        tl.store(parts + i_pair[:, None] * D + i_col[None, :], b_out, mask=m_part)
 
 
 @triton.jit
-def sum_kernel(parts, out, D: tl.constexpr, TOP: tl.constexpr, BD: tl.constexpr):
-    """Program (block of D, token): the token's outputs, added in the order of its choices."""
+def sum_kernel(parts, out, D: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, BD: tl.constexpr):
+    """Program (block of D, token): the token's outputs, added in the order of its choices, and the shared expert's."""
     i_token = tl.program_id(1)
     i_dim = tl.program_id(0) * BD + tl.arange(0, BD)
     b_out = tl.zeros((BD,), tl.float32)
     for i_choice in tl.static_range(TOP):
-        b_out += tl.load(parts + (i_token * TOP + i_choice) * D + i_dim, mask=i_dim < D, other=0.0)
-    tl.store(out + i_token * D + i_dim, b_out.to(out.dtype.element_ty), mask=i_dim < D)
+        i_pair = SLICES * T + i_token * TOP + i_choice
+        b_out += tl.load(parts + i_pair * D + i_dim, mask=i_dim < D, other=0.0)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if SLICES > 0:
+        b_shared = tl.zeros((BD,), tl.float32)
+        for i_slice in tl.static_range(SLICES):
+            b_shared += tl.load(parts + (i_slice * T + i_token) * D + i_dim, mask=i_dim < D, other=0.0)
+        b_out = b_out.to(dtype).to(tl.float32) + b_shared.to(dtype).to(tl.float32)
+    tl.store(out + i_token * D + i_dim, b_out.to(dtype), mask=i_dim < D)
 
 
 def reason_not(module: Any) -> str | None:
@@ -139,8 +182,10 @@ def reason_not(module: Any) -> str | None:
     return unavailable(gate_up.device) or unsupported_dtype(gate_up.dtype)
 
 
-def routed_experts(states: Tensor, index: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Sum over a token's chosen experts e of ``share * down_e(silu(gate_e x) * up_e x)``.
+def routed_experts(
+    states: Tensor, index: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, shared: Shared | None = None
+) -> Tensor:
+    """Sum over a token's chosen experts e of ``share * down_e(silu(gate_e x) * up_e x)``, and the shared expert's.
 
     Args:
         states: ``(T, D)``, at most ``MOST_TOKENS`` tokens.
@@ -148,28 +193,35 @@ def routed_experts(states: Tensor, index: Tensor, shares: Tensor, gate_up: Tenso
         shares: ``(T, TOP)``, their routing weights.
         gate_up: ``(E, 2 F, D)``, in the states' dtype.
         down: ``(E, D, F)``.
+        shared: in the same dtype, or None where there is none.
 
     Returns:
         ``(T, D)`` in the states' dtype.
     """
     (tokens, width), choices, inner = states.shape, index.shape[1], down.shape[2]
     pairs = tokens * choices
-    hidden = torch.empty(pairs, inner, dtype=states.dtype, device=states.device)
-    parts = torch.empty(pairs, width, dtype=torch.float32, device=states.device)
+    own = 0 if shared is None else shared.gate.shape[0]
+    slices = ceil_div(own, inner)
+    kept = slices * tokens + pairs
+    hidden = torch.empty(kept, inner, dtype=states.dtype, device=states.device)
+    parts = torch.empty(kept, width, dtype=torch.float32, device=states.device)
     out = torch.empty_like(states)
     shape = {
-        "D": width, "F": inner, "T": tokens, "TOP": choices, "PAIRS": pairs, "PP": power(pairs),
-        "TB": power(tokens, 16), "TP": power(choices),
+        "D": width, "F": inner, "S": own, "T": tokens, "TOP": choices, "SLICES": slices, "PAIRS": pairs,
+        "PP": power(pairs), "TB": power(tokens, 16), "TP": power(choices),
     }  # fmt: skip
+    gate, up, last = (gate_up, gate_up, down) if shared is None else shared
     index, shares, states = index.contiguous(), shares.contiguous(), states.contiguous()
     with current(states.device):
-        up_kernel[(ceil_div(inner, 32), pairs)](
-            states=states, index=index, weights=gate_up, hidden=hidden, **shape, BF=32, BD=min(128, power(width, 16)),
-            STAGES=3, num_warps=4,
+        up_kernel[(ceil_div(inner, 32), slices + pairs)](
+            states=states, index=index, weights=gate_up, shared_gate=gate, shared_up=up, hidden=hidden, **shape, BF=32,
+            BD=min(128, power(width, 16)), STAGES=3, num_warps=4,
         )  # fmt: skip
-        down_kernel[(ceil_div(width, 16), pairs)](
-            hidden=hidden, index=index, shares=shares, weights=down, parts=parts, **shape, BN=16,
+        down_kernel[(ceil_div(width, 16), slices + pairs)](
+            hidden=hidden, index=index, shares=shares, weights=down, shared_down=last, parts=parts, **shape, BN=16,
             BF=min(128, power(inner, 16)), STAGES=4, num_warps=2,
         )  # fmt: skip
-        sum_kernel[(ceil_div(width, 512), tokens)](parts=parts, out=out, D=width, TOP=choices, BD=512, num_warps=4)
+        sum_kernel[(ceil_div(width, 512), tokens)](
+            parts=parts, out=out, D=width, T=tokens, TOP=choices, SLICES=slices, BD=512, num_warps=4
+        )
     return out

@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
-from latent_santa.kernels.experts import MOST_TOKENS, reason_not, routed_experts
+from latent_santa.kernels.experts import MOST_TOKENS, Shared, reason_not, routed_experts
 from latent_santa.kernels.support import interpreting
 
 from .expert_cases import case
@@ -78,3 +78,20 @@ def test_compile_takes_them_for_few_tokens_and_leaves_a_prefill_alone() -> None:
         experts.forward = few_token_experts(experts)
         torch.testing.assert_close(model(prompt(3)).logits, wanted, rtol=1e-4, atol=1e-4)
         assert torch.equal(model(prompt(MOST_TOKENS + 1)).logits, long)
+
+
+@pytest.mark.parametrize(("tokens", "own"), [(1, 46), (3, 30), (2, 17)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 3e-3)])
+def test_a_shared_expert_joins_in_slices_of_any_width(
+    tokens: int, own: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """As wide as two routed experts, as one and a part, and narrower than one."""
+    states, index, chosen, gate_up, down = case(tokens, 2, 5, 41, 23, dtype)
+    generator = torch.Generator().manual_seed(own)
+    gate, up, last = (torch.randn(own, 41, generator=generator).div(6).to(dtype) for _ in range(3))
+    shared = Shared(gate, up, last.T.contiguous())
+    x = states.double()
+    wanted = by_loops(states, index, chosen, gate_up, down)
+    wanted += (silu(x @ gate.double().T) * (x @ up.double().T)) @ last.double()
+    found = routed_experts(states, index, chosen, gate_up, down, shared)
+    assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance

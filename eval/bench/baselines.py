@@ -1,9 +1,10 @@
-"""Dense attention over the same rows and queries: PyTorch's kernels, and FlashAttention-3 and FlashMLA if installed."""
+"""Dense attention over the same rows and queries: PyTorch's kernels, ours, FlashAttention-3 and FlashMLA."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +82,14 @@ def _fa3(step: DecodeStep) -> Launch:
     return lambda: kernel(query[0], rows(step.rows.keys[0]), rows(step.rows.values), **options)
 
 
+def _split(step: DecodeStep) -> Launch:
+    """This package's own exact attention."""
+    from latent_santa.kernels.dense import dense_attention
+
+    halved = replace(step, query=tuple(part.to(step.rows.values.dtype) for part in step.query))
+    return lambda: dense_attention(halved, None, None, False)[0]
+
+
 def _flash_mla(step: DecodeStep) -> Launch:
     module = importlib.import_module("flash_mla")
     dtype = step.rows.values.dtype
@@ -99,9 +108,15 @@ def _flash_mla(step: DecodeStep) -> Launch:
     )[0]
 
 
-MLA: dict[str, Callable[[DecodeStep], Launch]] = {"bmm + softmax": _bmm, "FA3": _fa3, "FlashMLA": _flash_mla}
+MLA: dict[str, Callable[[DecodeStep], Launch]] = {
+    "bmm + softmax": _bmm,
+    "FA3": _fa3,
+    "FlashMLA": _flash_mla,
+    "split rows": _split,
+}
 GQA: dict[str, Callable[[DecodeStep], Launch]] = {
     "SDPA flash": _sdpa("FLASH_ATTENTION"),
     "SDPA cuDNN": _sdpa("CUDNN_ATTENTION"),
+    "split rows": _split,
     "FA3": _fa3,
 }
