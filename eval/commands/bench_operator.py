@@ -24,7 +24,10 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "Time one decoding step of one layer under Appendix E's protocol: paired rounds in alternating order, L2 "
             "evicted before every timed call, medians of round medians, a bootstrap interval for each ratio. Dense "
-            "methods: SDPA flash and cuDNN (GQA),
+            "methods: SDPA flash and cuDNN (GQA), absorbed products and softmax (MLA), this package's own kernel, and "
+            "FlashAttention-3 and FlashMLA where fa3_fwd and flash_mla can be imported. Workloads are synthetic unless "
+            "--workload is given."
+        ),
         formatter_class=options.Help,
     )
     numbers, words = options.values(options.positive, "128,256"), options.values(str, "a,b")
