@@ -36,8 +36,8 @@ def reason_not(
         return reason
     if query.dtype not in (torch.float32, cache.dtype):
         return f"the query is {query.dtype}: the kernels take float32 or the rows' {cache.dtype}"
-    if query.stride(2) != 1 or block_table.stride(1) != 1:
-        return "query and block_table need a contiguous last dimension"
+    if query.stride(2) != 1 or block_table.stride(1) != 1 or block_table.dtype != torch.int32:
+        return "query and block_table need a contiguous last dimension, and block_table int32"
     if sampling.first_head % 4 and sampling.noise == "independent":
         return f"first_head is {sampling.first_head}: the kernels draw noise for whole quads of heads"
     if sampling.heads_in_model >= MOST_HEADS:
@@ -160,6 +160,7 @@ def paged_attention(
     counts: Tensor,
     out: Tensor | None = None,
     scratch: PagedScratch = DEFAULT,
+    dense: Tensor | None = None,
 ) -> Tensor:
     """:func:`latent_santa.paged.paged_attention`.
 
@@ -174,7 +175,7 @@ def paged_attention(
     if not query.shape[0]:
         return out
     with current(cache.device):
-        launches = PagedLaunches(query, cache, records, block_table, seq_lens, sampling, rank, scratch)
+        launches = PagedLaunches(query, cache, records, block_table, seq_lens, sampling, rank, scratch, dense)
         for launch in launches.routing().values():
             launch()
         launches.attend()

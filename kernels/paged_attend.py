@@ -9,17 +9,17 @@ import triton.language as tl
 from .attend import attend_listed, query_parts, store_share
 from .combine import weighed_shares
 from .device import wait
-from .paged_rows import list_rows_of, sampled_teams, share_of_rows
+from .paged_rows import list_rows_of, request, share_of_rows
 
 
 @triton.jit(do_not_specialize=["K", "dense_below"])
 def paged_attend_kernel(
-    query0, query1, latents, rotary, table, seq_lens, team, flags, corrections, list_rows, list_teams, list_bits,
+    query0, query1, latents, rotary, table, seq_lens, dense, team, flags, corrections, list_rows, list_teams, list_bits,
     part_out, part_max, part_sum, part_rows, scale, K, dense_below, query_strides, row_stride, table_stride, MP, H,
     CAPACITY, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr, BD1: tl.constexpr, HB: tl.constexpr,
     BN: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    P: tl.constexpr, R: tl.constexpr, TALL: tl.constexpr, SPLIT: tl.constexpr, POOLED: tl.constexpr,
-    ALL: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FLAGGED: tl.constexpr, P: tl.constexpr, R: tl.constexpr, TALL: tl.constexpr, SPLIT: tl.constexpr,
+    POOLED: tl.constexpr, ALL: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (share, head block, request). A request's last rows, or all of them where it samples no teams, are in no
     team and count fully. ALL: no request of this launch samples.
@@ -28,7 +28,7 @@ def paged_attend_kernel(
     """
     i_share, shares = tl.program_id(0), tl.num_programs(0)
     i_b = tl.program_id(2)
-    n = tl.load(seq_lens + i_b)
+    n, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
     first_head = tl.program_id(1) * HB
     i_head = first_head + tl.arange(0, HB)  # [HB]
     o_query = i_b.to(tl.int64) * query_strides[0]
@@ -40,7 +40,7 @@ def paged_attend_kernel(
     p_list_bits = list_bits + o_list
     p_table = table + i_b.to(tl.int64) * table_stride
     p_flags = flags + i_b.to(tl.int64) * WORDS * MP
-    grouped = n * 0 if ALL else sampled_teams(n, K, dense_below, SIZE, SLOTS) // SLOTS * SIZE
+    grouped = n * 0 if ALL else teams // SLOTS * SIZE
     i_row, i_team, m_row = share_of_rows(
         p_table, team, 0, n, grouped, i_share, shares, SIZE=SIZE, P=P, R=R, LANES=LANES
     )
@@ -66,15 +66,15 @@ def paged_attend_kernel(
 
 @triton.jit(do_not_specialize=["K", "dense_below", "shares"])
 def paged_combine_kernel(
-    part_out, part_max, part_sum, part_rows, seq_lens, out, counts, out_strides, counts_stride, K, dense_below, shares,
-    H, V: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    PDL: tl.constexpr,
+    part_out, part_max, part_sum, part_rows, seq_lens, dense, out, counts, out_strides, counts_stride, K, dense_below,
+    shares, H, V: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, SIZE: tl.constexpr,
+    SLOTS: tl.constexpr, FLAGGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (value block, h, request) writes ``out (B, H, V)`` in its dtype, zeros where the request has no rows, and
     adds rows to ``counts (B, 4)`` int64: routed, of the union, of the suffix, and read densely."""
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
-    n = tl.load(seq_lens + i_b)
+    n, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
     i_dim = tl.program_id(0) * BV + tl.arange(0, BV)  # [BV]
     p_out = out + i_b.to(tl.int64) * out_strides[0] + i_h * out_strides[1] + i_dim
     wait(PDL)
@@ -83,7 +83,6 @@ def paged_combine_kernel(
         b_total, mass, _ = weighed_shares(part_out, part_max, part_sum, i_bh, i_dim, shares, V=V, NS=NS, BS=BS)
         tl.store(p_out, (b_total / mass).to(out.dtype.element_ty), mask=i_dim < V)
         if (tl.program_id(0) == 0) & (i_h == 0):
-            teams = sampled_teams(n, K, dense_below, SIZE, SLOTS)
             i_share = tl.arange(0, NS)
             b_union = tl.load(part_rows + i_b * shares + i_share, mask=i_share < shares, other=0)  # [NS]
             p_counts = counts + i_b.to(tl.int64) * counts_stride

@@ -67,8 +67,11 @@ class PagedLaunches:
         sampling: PagedSampling,
         rank: int,
         scratch: PagedScratch,
+        dense: Tensor | None = None,
     ) -> None:
         self.records, self.table, self.seq_lens, self.sampling = records, block_table, seq_lens, sampling
+        # without flags any tensor does: it is not read
+        self.flagged, self.dense = dense is not None, seq_lens if dense is None else dense.view(torch.uint8)
         self.query, self.parts = (query[..., :rank], query[..., rank:]), (cache[..., :rank], cache[..., rank:])
         batch, heads, width = query.shape
         rows, p, r = block_table.shape[1] * records.block_size, records.parent_size, records.representatives
@@ -114,8 +117,8 @@ class PagedLaunches:
         """Arguments that tell what each request samples."""
         s, records = self.sampling, self.records
         return {
-            "seq_lens": self.seq_lens, "K": s.teams_per_head, "dense_below": s.dense_below, "H": self.shapes.heads,
-            "SIZE": records.block_size, "SLOTS": records.slots,
+            "seq_lens": self.seq_lens, "dense": self.dense, "FLAGGED": self.flagged, "K": s.teams_per_head,
+            "dense_below": s.dense_below, "H": self.shapes.heads, "SIZE": records.block_size, "SLOTS": records.slots,
         }  # fmt: skip
 
     def _draws(self) -> dict[str, Any]:

@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 
 from .draws import gumbel_tile
-from .paged_rows import sampled_teams, tile_at, tiles_before
+from .paged_rows import request, tile_at, tiles_before
 from .route import key_scores, store_scores
 
 
 @triton.jit(do_not_specialize=["seed", "layer", "quad", "K", "dense_below"])
 def paged_route_kernel(
-    query0, query1, latents, rotary, table, seq_lens, row, size, seed, phi, noisy, tops, flags, scale, layer, quad, K,
-    dense_below, query_strides, row_strides, table_stride, MP, B, H, WORDS, D0: tl.constexpr, D1: tl.constexpr,
+    query0, query1, latents, rotary, table, seq_lens, dense, row, size, seed, phi, noisy, tops, flags, scale, layer,
+    quad, K, dense_below, query_strides, row_strides, table_stride, MP, B, H, WORDS, D0: tl.constexpr, D1: tl.constexpr,
     DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, BATCH: tl.constexpr, SIZE: tl.constexpr,
-    SLOTS: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    DTYPE: tl.constexpr, PHI: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, FLAGGED: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, head block) scores every ``num_programs``-th tile of T teams from the i-th on, for HB heads.
 
@@ -28,12 +28,14 @@ def paged_route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     first_head = tl.program_id(1) * HB
     i_head = first_head + tl.arange(0, HB)  # [HB]
-    b_end, tiles = tiles_before(seq_lens, B, K, dense_below, BATCH=BATCH, T=T, SIZE=SIZE, SLOTS=SLOTS)
+    b_end, tiles = tiles_before(
+        seq_lens, dense, B, K, dense_below, BATCH=BATCH, T=T, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED
+    )  # fmt: skip
     for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         i_b, i_tile = tile_at(b_end, i)
-        n = tl.load(seq_lens + i_b)
+        n, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
         i_team = i_tile * T + tl.arange(0, T)  # [T]
-        m_team = i_team < sampled_teams(n, K, dense_below, SIZE, SLOTS)
+        m_team = i_team < teams
         p_table = table + i_b.to(tl.int64) * table_stride
         i_block = tl.load(p_table + i_team // SLOTS, mask=m_team, other=0).to(tl.int64)  # [T]
         o_slot = i_block * SLOTS + i_team % SLOTS

@@ -9,19 +9,34 @@ from .rowlist import RUN, team_bits
 
 
 @triton.jit
-def sampled_teams(n, K, dense_below, SIZE: tl.constexpr, SLOTS: tl.constexpr):
+def sampled_teams(n, wants_all, K, dense_below, SIZE: tl.constexpr, SLOTS: tl.constexpr):
     """Teams of the full blocks of requests with ``n`` rows; 0 where a request attends to all of its rows."""
     teams = tl.maximum(n - 1, 0) // SIZE * SLOTS
-    return tl.where((n >= dense_below) & (teams > K), teams, 0)
+    return tl.where((wants_all == 0) & (n >= dense_below) & (teams > K), teams, 0)
 
 
 @triton.jit
-def tiles_before(p_seq_lens, B, K, dense_below, BATCH: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr,
-                 SLOTS: tl.constexpr):  # fmt: skip
+def request(seq_lens, dense, i_b, K, dense_below, SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr):
+    """Rows of a request, and the teams it samples. FLAGGED: ``dense`` says who attends to all rows."""
+    n = tl.load(seq_lens + i_b)
+    wants_all = n * 0
+    if FLAGGED:
+        wants_all = tl.load(dense + i_b).to(tl.int32)
+    return n, sampled_teams(n, wants_all, K, dense_below, SIZE, SLOTS)
+
+
+@triton.jit
+def tiles_before(
+    seq_lens, dense, B, K, dense_below, BATCH: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    FLAGGED: tl.constexpr,
+):  # fmt: skip
     """Tiles of T teams that each of the requests ``[BATCH]`` and those before it sample, and all there are."""
     i_b = tl.arange(0, BATCH)
-    b_rows = tl.load(p_seq_lens + i_b, mask=i_b < B, other=0)
-    b_end = tl.cumsum(tl.cdiv(sampled_teams(b_rows, K, dense_below, SIZE, SLOTS), T), 0)
+    b_rows = tl.load(seq_lens + i_b, mask=i_b < B, other=0)
+    wants_all = b_rows * 0
+    if FLAGGED:
+        wants_all = tl.load(dense + i_b, mask=i_b < B, other=0).to(tl.int32)
+    b_end = tl.cumsum(tl.cdiv(sampled_teams(b_rows, wants_all, K, dense_below, SIZE, SLOTS), T), 0)
     return b_end, tl.max(b_end, 0)
 
 

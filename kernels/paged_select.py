@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .device import wait
-from .paged_rows import sampled_teams, tile_at, tiles_before
+from .paged_rows import request, tile_at, tiles_before
 from .pool import pooled_correction
 from .select import TEAMS, draw_teams
 from .select_many import draw_many
@@ -14,16 +14,16 @@ from .select_many import draw_many
 
 @triton.jit(do_not_specialize=["seed", "layer", "quad", "K", "dense_below"])
 def paged_select_kernel(
-    tops, noisy, flags, corrections, seq_lens, seed, blocks, found, tau, kth, layer, quad, K, dense_below, MP, H, WORDS,
-    SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr, COARSE: tl.constexpr,
-    NB: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    tops, noisy, flags, corrections, seq_lens, dense, seed, blocks, found, tau, kth, layer, quad, K, dense_below, MP, H,
+    WORDS, SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr,
+    COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, request) does what :func:`.select.select_kernel` does for a head of a sequence, or with NT of 0
     :func:`.select_many.select_many_kernel`."""
     i_h = tl.program_id(0)
     i_b = tl.program_id(1)
-    n = tl.load(seq_lens + i_b)
-    teams = sampled_teams(n, K, dense_below, SIZE, SLOTS)
+    n, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
     i_bh = i_b.to(tl.int64) * H + i_h
     p_noisy = noisy + i_bh * MP
     p_tops = tops + i_bh * (MP // BLOCK)
@@ -49,17 +49,21 @@ def paged_select_kernel(
 
 @triton.jit(do_not_specialize=["K", "dense_below"])
 def paged_pool_kernel(
-    phi, tau, kth, flags, seq_lens, pooled, K, dense_below, MP, B, H, WORDS, T: tl.constexpr, HB: tl.constexpr,
-    BATCH: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    phi, tau, kth, flags, seq_lens, dense, pooled, K, dense_below, MP, B, H, WORDS, T: tl.constexpr, HB: tl.constexpr,
+    BATCH: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i takes every ``num_programs``-th tile of T teams from the i-th on and writes ``pooled (B, MP)``, the log
     correction of those that any head selected."""
-    b_end, tiles = tiles_before(seq_lens, B, K, dense_below, BATCH=BATCH, T=T, SIZE=SIZE, SLOTS=SLOTS)
+    b_end, tiles = tiles_before(
+        seq_lens, dense, B, K, dense_below, BATCH=BATCH, T=T, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED
+    )  # fmt: skip
     wait(PDL)
     for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         i_b, i_tile = tile_at(b_end, i)
         i_team = i_tile * T + tl.arange(0, T)  # [T]
-        m_team = i_team < sampled_teams(tl.load(seq_lens + i_b), K, dense_below, SIZE, SLOTS)
+        _, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
+        m_team = i_team < teams
         p_flags = flags + i_b.to(tl.int64) * WORDS * MP
         b_used = tl.zeros((T,), tl.int32)  # [T]
         for i_word in range(WORDS):

@@ -19,7 +19,7 @@ SMALL = {"route_teams": 16, "attend_rows": 16, "lanes": 32, "shares": 2, "combin
 LENGTHS = (70, 0, 90)
 
 
-def run(case: Paged, **changes):
+def run(case: Paged, dense=None, **changes):
     """Output and counts of the kernels, from scratch memory full of NaN."""
     scratch = kernels.PagedScratch(SMALL, programs=1)
     sampling = replace(case.sampling, **changes)
@@ -30,7 +30,7 @@ def run(case: Paged, **changes):
     for held in PagedLaunches(case.query, *where, scratch).buffers.values():
         held.fill_(float("nan") if held.is_floating_point() else torch.iinfo(held.dtype).max)
     out = torch.full((len(case.rows), 2 * case.query.shape[1], case.rank), 9.0, dtype=case.query.dtype)[:, ::2]
-    got = kernels.paged_attention(case.query, *where, counts, out, scratch)
+    got = kernels.paged_attention(case.query, *where, counts, out, scratch, dense)
     assert got is out and not counts[-1].any()
     return got, counts[:-1]
 
@@ -53,6 +53,15 @@ def check(case: Paged, tolerance: float = 5e-6, **changes):
 )
 def test_kernels_are_the_twin(block_size, settings):
     check(make_paged(LENGTHS, block_size, **settings))
+
+
+def test_flagged_requests_attend_to_every_row():
+    case = make_paged(LENGTHS, estimator="pooled")
+    got, counts = run(case, torch.tensor([False, True, True, False]))
+    want, expected = case.run()
+    every, all_rows = case.run(dense_below=1000)
+    assert torch.equal(counts, torch.stack((expected[0], expected[1], all_rows[2])))
+    assert float((got - torch.stack((want[0], want[1], every[2]))).abs().max()) < 5e-6
 
 
 def test_sixteen_bit_rows_take_a_float32_query():
