@@ -21,7 +21,7 @@ COMMANDS = {
     "check": "self-check of a model: what is patched, K = M equals dense, unpatching restores",
     "convert-to-mla": "write a Qwen2 checkpoint as DeepSeek-V2 (MLA) of the same function, to test MLA on real weights",
     "diagnose": "attention on real queries: error against rows read of every setting, and the paper's diagnostics",
-    "bench": "time and memory: decode (whole model), operator (one layer), profile (its kernels), capture (a workload)",
+    "bench": "time and memory: decode (whole model), operator (one layer), profile (its kernels), vllm, capture",
 }
 
 

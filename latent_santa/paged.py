@@ -13,7 +13,7 @@ request after another: a request has the same bits in any batch and in any block
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -148,6 +148,7 @@ def paged_attention(
     rank: int,
     counts: Tensor,
     out: Tensor | None = None,
+    dense: Tensor | None = None,
 ) -> Tensor:
     """Sampled attention (Algorithm 1) of one new token of every request.
 
@@ -164,6 +165,7 @@ def paged_attention(
         sampling: settings of this layer.
         counts: ``(>= B, 4)`` int64, added to in place: rows routed, of the union, of the suffix, and read densely.
         out: ``(B, H, rank)`` in the query's dtype to write into, or None for a new tensor.
+        dense: ``(>= B,)`` bool or uint8; where it is not 0 the request attends to all of its rows in this step.
 
     Returns:
         ``(B, H, rank)`` in the query's dtype: the normalised estimate in latent space; zeros for padding.
@@ -171,7 +173,9 @@ def paged_attention(
     if cache.is_cuda:
         from .kernels import paged
 
-        return paged.paged_attention(query, cache, records, block_table, seq_lens, sampling, rank, counts, out)
+        return paged.paged_attention(
+            query, cache, records, block_table, seq_lens, sampling, rank, counts, out, dense=dense
+        )
     out = query.new_empty(*query.shape[:2], rank) if out is None else out
     for b, n in enumerate(seq_lens.tolist()):
         if n == 0:
@@ -179,7 +183,8 @@ def paged_attention(
             continue
         blocks = block_table[b, : ceil_div(n, records.block_size)].long()
         rows = cache[blocks].flatten(0, 1)[:n]
-        out[b], _, counted = attend_request(query[b], rows, blocks, records, sampling, rank)
+        own = sampling if dense is None or not dense[b] else replace(sampling, dense_below=n + 1)
+        out[b], _, counted = attend_request(query[b], rows, blocks, records, own, rank)
         counts[b] += torch.tensor(counted)
     return out
 
