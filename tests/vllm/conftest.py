@@ -37,9 +37,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     """Retrieval tasks of the embedded model as token ids, cut in front to lengths at the edges of blocks and chunks."""
+    from transformers import AutoTokenizer
+
     from latent_santa.eval.tiny import samples
     from latent_santa.eval.tiny.load import MODEL_DIRECTORY
-    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
     found = []
