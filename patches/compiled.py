@@ -2,8 +2,7 @@
 
 Around attention a decoding step is hundreds of small kernels. Compiled, those of one part become one or a few. They
 round where PyTorch's own kernels do not, and the other way round: outputs differ by rounding, so this is an option. A
-prefill runs as ever. Which routed experts are hit differs from step to step, which no compiler can use: on a GPU they
-have kernels of their own for few tokens (:mod:`latent_santa.kernels.experts`).
+prefill runs as ever. On a GPU some parts have kernels of our own instead (:mod:`.own_kernels`).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts import few_token_experts
 from .families.spread import spread_weight
+from .own_kernels import own_forward
 
 Forward = Callable[..., Any]
 
@@ -57,10 +56,10 @@ def compile_parts(base: nn.Module, backend: str = "inductor") -> list[tuple[nn.M
     for module in base.modules():
         if "forward" in vars(module):  # a forward of its own is somebody else's replacement
             continue
-        experts = few_token_experts(module)
-        if experts is not None:
-            found.append((module, "forward", experts))
-        if not _part(module):
+        own = own_forward(module, base)
+        if own is not None:
+            found.append((module, "forward", own))
+        if own is not None or not _part(module):
             continue
         sizes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters())
         if not tried:

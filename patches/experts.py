@@ -14,10 +14,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
-
-from latent_santa.kernels import unavailable
 
 SWITCH = "_optimize_model_for_decode"
 GROUPED = "grouped_mm"
@@ -71,31 +68,3 @@ def while_decoding(model: PreTrainedModel) -> list[str]:
 def _routed(module: Any) -> bool:
     """Whether a module is one of transformers' classes whose experts have several implementations."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "config")
-
-
-def few_token_experts(module: nn.Module) -> Callable[..., Any] | None:
-    """A ``forward`` for a module of routed experts that reads each hit expert once where tokens are few.
-
-    Outputs differ from the module's own by rounding.
-
-    Returns:
-        None for a module that is none, or that the kernels cannot stand in for.
-    """
-    weights = getattr(module, "gate_up_proj", None)
-    if not isinstance(weights, Tensor) or unavailable(weights.device) is not None:
-        return None
-    from latent_santa.kernels.experts import MOST_TOKENS, reason_not, routed_experts  # imports triton
-
-    if reason_not(module) is not None:
-        return None
-    original = module.forward
-
-    @wraps(original)
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        gate_up, down = module.gate_up_proj, module.down_proj
-        few = hidden_states.dim() == 2 and len(hidden_states) <= MOST_TOKENS and hidden_states.dtype == gate_up.dtype
-        if few and not torch.is_grad_enabled():
-            return routed_experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
-        return original(hidden_states, top_k_index, top_k_weights)
-
-    return forward

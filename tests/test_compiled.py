@@ -19,6 +19,11 @@ PARTS = {
     "deepseek_v2-experts": {"DeepseekV2MLP", "DeepseekV2RMSNorm", "DeepseekV2TopkRouter"},
     "qwen2": {"Qwen2MLP", "Qwen2RMSNorm", "Qwen2RotaryEmbedding"},
 }
+# what has kernels of our own where they run
+OWN = {
+    "deepseek_v2-experts": {"DeepseekV2Experts", "DeepseekV2Moe", "DeepseekV2Attention"},
+    "qwen2": set(),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +33,13 @@ def quiet(caplog):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_norms_mlps_routers_and_rotary_embeddings_are_parts_and_routed_experts_where_kernels_run(name, monkeypatch):
-    for experts in (set(), {"DeepseekV2Experts"} if "experts" in name else set()):
-        reason = None if experts else "no kernels here"
-        monkeypatch.setattr("latent_santa.patches.experts.unavailable", lambda device, reason=reason: reason)
-        parts = compiled.compile_parts(tiny_model(name).base_model, "eager")
-        assert {type(module).__name__ for module, _, _ in parts} == PARTS[name] | experts
+    base = tiny_model(name).base_model
+    for own in (False, True):
+        reason = None if own else "no kernels here"
+        monkeypatch.setattr("latent_santa.patches.own_kernels.unavailable", lambda device, reason=reason: reason)
+        parts = compiled.compile_parts(base, "eager")
+        assert {type(module).__name__ for module, _, _ in parts} == PARTS[name] | (OWN[name] if own else set())
+        assert not any("forward" in vars(module) for module in base.modules())
 
 
 def test_parts_of_one_size_are_compiled_once_per_batch_size_for_one_token_alone():

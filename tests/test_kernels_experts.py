@@ -67,7 +67,7 @@ def test_what_the_kernels_cannot_take_is_named() -> None:
 
 
 def test_compile_takes_them_for_few_tokens_and_leaves_a_prefill_alone() -> None:
-    from latent_santa.patches.experts import few_token_experts
+    from latent_santa.patches.own_kernels import own_forward
 
     from .tiny_models import prompt, tiny_model
 
@@ -75,7 +75,7 @@ def test_compile_takes_them_for_few_tokens_and_leaves_a_prefill_alone() -> None:
     experts = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
     with torch.no_grad():
         wanted, long = model(prompt(3)).logits, model(prompt(MOST_TOKENS + 1)).logits
-        experts.forward = few_token_experts(experts)
+        experts.forward = own_forward(experts, model.base_model)
         torch.testing.assert_close(model(prompt(3)).logits, wanted, rtol=1e-4, atol=1e-4)
         assert torch.equal(model(prompt(MOST_TOKENS + 1)).logits, long)
 

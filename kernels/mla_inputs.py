@@ -1,0 +1,130 @@
+"""What MLA attention computes from its two projections, in one launch: rotated queries, and the new row of the cache.
+
+PyTorch's kernels for it, a norm, complex products, casts and copies, are a dozen, each shorter than the time between
+launches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import current
+from .plan import power
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of a rotary embedding, ``(1 or B, 1, at least R / 2)`` with equal strides, and how the R
+    numbers that they turn lie before and after: as pairs of neighbours, or as a first and a second half."""
+
+    cos: Tensor
+    sin: Tensor
+    pairs_in: bool
+    pairs_out: bool
+
+
+@triton.jit
+def halves(start, HALF: tl.constexpr, BH: tl.constexpr, PAIRS: tl.constexpr):
+    """Where the two numbers ``[BH]`` of each rotated pair lie."""
+    i = tl.arange(0, BH)
+    if PAIRS:
+        return start + 2 * i, start + 2 * i + 1
+    return start + i, start + HALF + i
+
+
+@triton.jit
+def mla_inputs_kernel(
+    query, compressed, weight, cos, sin, place, latents, keys, eps, query_stride, compressed_stride, angle_strides,
+    latents_strides, keys_strides, H, NOPE: tl.constexpr, ROPE: tl.constexpr, BH: tl.constexpr, RANK: tl.constexpr,
+    BR: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, PLACED: tl.constexpr,
+):  # fmt: skip
+    """Program (h, sequence) rotates the last ROPE numbers of head h's ``query (B, H (NOPE + ROPE))`` in place. Program
+    (H, sequence) norms the first RANK numbers of ``compressed (B, RANK + ROPE)`` and rotates the others, and writes
+    them to row ``place`` of ``latents`` and ``keys`` (row 0 if not PLACED), whose strides are (sequence, row)."""
+    i_head, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    HALF: tl.constexpr = ROPE // 2
+    i_half = tl.arange(0, BH)
+    m_half = i_half < HALF
+    o_angle = i_b * angle_strides[0] + i_half * angle_strides[1]
+    b_cos = tl.load(cos + o_angle, mask=m_half, other=0.0).to(tl.float32)  # [BH]
+    b_sin = tl.load(sin + o_angle, mask=m_half, other=0.0).to(tl.float32)  # [BH]
+    i_row = 0
+    if PLACED:
+        i_row = tl.load(place)
+    p_latent = latents + i_b * latents_strides[0] + i_row * latents_strides[1]
+    if i_head < H:
+        p_in = query + i_b * query_stride + i_head * (NOPE + ROPE) + NOPE
+        p_out = p_in
+    else:
+        p_in = compressed + i_b * compressed_stride + RANK
+        p_out = keys + i_b * keys_strides[0] + i_row * keys_strides[1]
+    o_first, o_second = halves(0, HALF, BH, PAIRS_IN)
+    b_first = tl.load(p_in + o_first, mask=m_half, other=0.0).to(tl.float32)
+    b_second = tl.load(p_in + o_second, mask=m_half, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # what is written may lie where another thread reads
+    o_first, o_second = halves(0, HALF, BH, PAIRS_OUT)
+    dtype: tl.constexpr = query.dtype.element_ty
+    tl.store(p_out + o_first, (b_first * b_cos - b_second * b_sin).to(dtype), mask=m_half)
+    tl.store(p_out + o_second, (b_second * b_cos + b_first * b_sin).to(dtype), mask=m_half)
+    if i_head == H:
+        i_dim = tl.arange(0, BR)
+        b_latent = tl.load(compressed + i_b * compressed_stride + i_dim, mask=i_dim < RANK, other=0.0).to(tl.float32)
+        b_latent = b_latent * tl.rsqrt(tl.sum(b_latent * b_latent, 0) / RANK + eps)
+        b_weight = tl.load(weight + i_dim, mask=i_dim < RANK, other=0.0).to(tl.float32)
+        b_latent = b_latent.to(dtype).to(tl.float32) * b_weight
+        tl.store(p_latent + i_dim, b_latent.to(dtype), mask=i_dim < RANK)
+
+
+def mla_inputs(
+    query: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    eps: float,
+    angles: Angles,
+    rope: int,
+    latents: Tensor,
+    keys: Tensor,
+    place: Tensor | None,
+) -> None:
+    """Rotate a decoding step's queries in place, and write its row of the cache.
+
+    Args:
+        query: ``(B, H, nope + rope)``, one behind the other.
+        compressed: ``(B, rank + rope)``, the latent before its norm, and the key before its rotation.
+        weight, eps: of the latents' RMSNorm, ``(rank,)``.
+        rope: R, rotated dimensions.
+        latents, keys: ``(B, 1, N, rank)`` and ``(B, 1, N, rope)``, of which one row is written.
+        place: ``(1,)`` int64, that row, or None for the first one.
+    """
+    batch, heads, width = query.shape
+    one = angles.cos.shape[0] == 1  # the same position in every sequence
+    with current(query.device):
+        mla_inputs_kernel[(heads + 1, batch)](
+            query=query,
+            compressed=compressed,
+            weight=weight,
+            cos=angles.cos,
+            sin=angles.sin,
+            place=weight if place is None else place,
+            latents=latents,
+            keys=keys,
+            eps=eps,
+            query_stride=query.stride(0),
+            compressed_stride=compressed.stride(0),
+            angle_strides=(0 if one else angles.cos.stride(0), angles.cos.stride(-1)),
+            latents_strides=(latents.stride(0), latents.stride(2)),
+            keys_strides=(keys.stride(0), keys.stride(2)),
+            H=heads,
+            NOPE=width - rope,
+            ROPE=rope,
+            BH=power(rope // 2),
+            RANK=weight.shape[0],
+            BR=power(weight.shape[0]),
+            PAIRS_IN=angles.pairs_in,
+            PAIRS_OUT=angles.pairs_out,
+            PLACED=place is not None,
+            num_warps=1,
+        )

@@ -1,0 +1,80 @@
+"""Which parts of a model our kernels take over under ``compile=True``, and that nothing but rounding changes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
+
+import latent_santa
+from latent_santa.kernels.support import interpreting
+from latent_santa.patches import compiled
+from latent_santa.patches.own_kernels import own_forward
+from latent_santa.patches.patch import Edits
+
+from .call_again import on_the_cpu
+from .tiny_models import assert_same, generate, prompt, tiny_model
+
+if not interpreting():
+    pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
+
+TAKEN = {
+    "deepseek_v2-experts": {"DeepseekV2Attention", "DeepseekV2Experts", "DeepseekV2Moe", "DeepseekV2TopkRouter"},
+    "deepseek_v2-q_lora": {"DeepseekV2Attention"},
+    "deepseek_v3": {"DeepseekV3Attention"},
+    "deepseek_v3-plain_rope": {"DeepseekV3Attention"},
+    "qwen2": set(),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_parts_that_compute_the_same_are_taken_over(name, monkeypatch):
+    model = tiny_model(name)
+    base = model.base_model
+    assert {type(module).__name__ for module in base.modules() if own_forward(module, base)} == TAKEN[name]
+    monkeypatch.setattr(
+        sys.modules[Edits.__module__], "compile_parts", functools.partial(compiled.compile_parts, backend="eager")
+    )
+    settings = {"budget": 16, "parents": "contiguous", "method": "absorbed_dense"}
+    with latent_santa.patch(model, **settings):
+        wanted = generate(model, prompt(40, 2), 3)
+    with on_the_cpu(), latent_santa.patch(model, compile=True, graphs="on", **settings) as santa:
+        found = generate(model, prompt(40, 2), 3)
+        assert santa.graphs.replayed == 1
+    assert_same(found, wanted)
+
+
+def other_gate(self, hidden_states):
+    """Probabilities that sum to one over the chosen experts."""
+    logits = hidden_states.view(-1, self.hidden_dim) @ self.weight.T
+    shares, index = logits.softmax(-1).topk(self.top_k)
+    return logits, shares / shares.sum(-1, keepdim=True), index
+
+
+def test_a_part_that_computes_something_else_is_left_alone(monkeypatch):
+    model = tiny_model("deepseek_v2-experts", n_routed_experts=6)
+    base = model.base_model
+    gate, attention = base.layers[1].mlp.gate, base.layers[1].self_attn
+    assert own_forward(gate, base) is not None and own_forward(attention, base) is not None
+    monkeypatch.setattr(type(gate), "forward", other_gate)
+    assert own_forward(gate, base) is None
+    monkeypatch.setattr(attention.kv_a_layernorm, "variance_epsilon", 9.0)
+    monkeypatch.setattr(type(attention.kv_a_layernorm), "forward", lambda self, states: states)
+    assert own_forward(attention, base) is None
+
+
+def test_many_tokens_and_gradients_keep_the_models_own_way():
+    model = tiny_model("deepseek_v2-experts")
+    base = model.base_model
+    states = torch.randn(1, 65, base.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    mixture = base.layers[1].mlp
+    for part, logits in ((mixture, lambda out: out), (mixture.gate, lambda out: out[0])):
+        forward = own_forward(part, base)
+        with torch.no_grad():
+            assert torch.equal(logits(forward(states)), logits(part(states)))
+            assert not logits(forward(states[:, :3])).requires_grad
+        assert logits(forward(states[:, :3])).requires_grad
