@@ -32,6 +32,7 @@ TINY = LITE | {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
     "n_routed_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+BUDGET = 128  # of the setting that the engine starts with
 SPREAD = 97  # tokens of a mixed load's prompts differ in length by a multiple of this
 
 
@@ -74,7 +75,7 @@ class Engine:
     def __init__(self, config: dict[str, Any], folder: Path, length: int, sequences: int, options: dict[str, Any]):
         os.environ.update(
             HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            LATENT_SANTA_BUDGET="128", LATENT_SANTA_LOG_SECONDS="0",
+            LATENT_SANTA_BUDGET=str(BUDGET), LATENT_SANTA_LOG_SECONDS="0",
         )  # fmt: skip
         from latent_santa.patches.vllm import register
 
@@ -89,7 +90,8 @@ class Engine:
         core = self.llm.llm_engine.engine_core
         self.runner = core.engine_core.model_executor.driver_worker.model_runner
         self.builder = self.runner.attn_groups[0][0].get_metadata_builder(0)
-        self._graphs: dict[str, Any] = {}
+        manager = getattr(self.runner, "cudagraph_manager", None)
+        self._graphs: dict[str, Any] = {} if manager is None else {f"per_head:{BUDGET}": manager.graphs}
         self.steps: list[tuple[float, int]] = []
         answer = core.get_output
 

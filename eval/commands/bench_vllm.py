@@ -38,6 +38,7 @@ def add_parser(subparsers: Any) -> None:
     add("--block", type=options.positive, help="rows of a cache block, 16 or 64; vLLM's own choice without it")
     add("--mixed", type=options.positive, metavar="N", help="also N requests at once, of 32K to 128K tokens")
     add("--mixed-lengths", type=_point, default=(32768, 131072), metavar="SHORTESTxLONGEST", help="of the mixed load")
+    add("--mixed-tokens", type=options.positive, default=192, help="tokens per request of the mixed load")
     add("--distinct", type=options.positive, default=8, help="sequences that the mixed load's prompts begin")
     add("--small", action="store_true", help="two narrow layers: shows on a CPU that the command works")
     add("--out", type=options.path, metavar="FILE", help="write every row there, as JSON lines")
@@ -69,12 +70,14 @@ def run(args: argparse.Namespace) -> int:
             "compilation_config": {"cudagraph_capture_sizes": sizes, "cudagraph_mode": "FULL_DECODE_ONLY"},
         }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(TINY if args.small else LITE, Path(folder), longest + args.tokens + 63, sequences, chosen)
+        room = max(args.tokens, args.mixed_tokens) + 63
+        engine = Engine(TINY if args.small else LITE, Path(folder), longest + room, sequences, chosen)
         print(f"the paged cache holds {engine.cached_tokens():,} tokens", flush=True)
         rows = step_times(engine, args.points, settings, args.tokens, args.repeats)
         _print(rows, args.out)
         if args.mixed:
-            _print(mixed_load(engine, args.mixed, *args.mixed_lengths, args.distinct, settings, args.tokens), args.out)
+            lengths, tokens = args.mixed_lengths, args.mixed_tokens
+            _print(mixed_load(engine, args.mixed, *lengths, args.distinct, settings, tokens), args.out)
     return 0
 
 
