@@ -35,7 +35,7 @@ def generated(model: Any, **settings: Any) -> tuple[torch.Tensor, Any]:
     return torch.stack(logits).float(), santa
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "qwen2"], ids=["mla", "gqa"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2-experts", "deepseek_v3", "qwen2"])
 @pytest.mark.parametrize("method", ["absorbed_dense", "santa++"])
 def test_outputs_differ_by_rounding(name: str, method: str) -> None:
     model = tiny_model(name).bfloat16().cuda()
