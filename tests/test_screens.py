@@ -276,3 +276,20 @@ def test_runs_that_share_nothing_are_refused(run, tmp_path, capsys):
     assert "have no equal prompts" in capsys.readouterr().err
     assert main(["report"]) == 2 and main(["report", str(run), "--compare", str(run), str(other)]) == 2
     assert "give the directory of one run, or two with --compare" in capsys.readouterr().err
+
+
+def test_no_interval_of_a_diagnostic_is_cut_at_80_columns():
+    """Words of a heading move first, then intervals; a wide terminal shows lines as they are."""
+    header = ("Setting", "regroup after", "KV (%)", "last (%)", "exact", "score", "minus dense")
+    line = ["SANTA++ contiguous 16/4 pooled S=64", "never", "104.4", "103.1", "3800"]
+    lines = [["dense", "-", "100.0", "100.0", "-", "100.0", "-"], [*line, "97.5 [91.2, 99.9]", "-12.5 [-28.8, -0.1]"]]
+
+    def shown_at(width):
+        console = Console(width=width)
+        return printed(tables.fitting_table(header, lines, console), width)
+
+    wide, middle, narrow = (" ".join("\n".join(shown_at(width)).split()) for width in (140, 100, 80))
+    assert "regroup after KV (%)" in wide and "3800 97.5 [91.2, 99.9] -12.5 [-28.8, -0.1]" in wide
+    assert "after (%) (%)" in middle and "3800 97.5 -12.5" in middle and "[91.2, 99.9] [-28.8, -0.1]" in middle
+    assert "3800 97.5 -12.5" in narrow and not any("…" in text for text in (middle, narrow))
+    assert all(part in narrow for part in ("104.4", "[91.2,", "99.9]", "[-28.8,", "-0.1]"))

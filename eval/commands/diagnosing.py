@@ -143,13 +143,11 @@ def run(args: argparse.Namespace, diagnostic: Any, spec: ModelSpec, base: SantaC
 
 
 def _show(diagnostic: Diagnostic, summary: dict[str, Any]) -> None:
-    from latent_santa.eval.report.tables import output_console, plain_table
+    from latent_santa.eval.report.tables import fitting_table, output_console
 
     header, lines = next(iter(diagnostic.tables(summary).values()))
-    console, shown = output_console(), plain_table("", header)
-    for line in lines:
-        shown.add_row(*line)
-    console.print(shown)
+    console = output_console()
+    console.print(fitting_table(header, lines, console))
     for note in diagnostic.notes:
         console.print(note, markup=False, highlight=False)
 

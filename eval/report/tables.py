@@ -223,3 +223,31 @@ def plain_table(heading: str, header: Sequence[str]) -> Table:
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=bool(i))
     return table
+
+
+def fitting_table(header: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> Table:
+    """A table of these lines that the console has room for, without a number that is cut.
+
+    Where it must be, words of a heading stand under one another, then an interval under its value, then its ends too.
+    """
+
+    def broken(at: Sequence[str]) -> list[list[str]]:
+        """The lines with line feeds behind some spaces of all cells but the first."""
+        cells = []
+        for first, *others in lines:
+            for text in at:
+                others = [cell.replace(text, text.replace(" ", "\n")) for cell in others]
+            cells.append([first, *others])
+        return cells
+
+    name = max(len(line[0]) for line in (header, *lines))
+    stacked = [word.replace(" ", "\n") for word in header]
+    for names, cells in ((header, lines), (stacked, lines), (stacked, broken([" ["])), (stacked, broken([" "]))):
+        table = plain_table("", names)
+        for line in cells:
+            table.add_row(*map(Text, line))
+        whole = table.__rich_measure__(console, console.options.update(max_width=1000)).maximum
+        # the first column may be folded, to a third of the line
+        if whole - name + min(console.width // 3, name) <= console.width:
+            break
+    return table
