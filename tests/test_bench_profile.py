@@ -86,4 +86,21 @@ def test_ncu_that_may_not_count_says_so(tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(EvalError, match="only administrators"):
-        counters.counters(["true"])
+        counters.counters(["true"], ["route_kernel"])
+
+
+def test_only_the_steps_own_kernels_are_counted(tmp_path, monkeypatch):
+    """PyTorch's kernels end in _kernel, too."""
+    fake = tmp_path / "ncu"
+    fake.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/given\nexit 3\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(EvalError, match="ncu stopped with 3"):
+        counters.counters(["true"], ["route_kernel", "attend_kernel", "route_kernel"])
+    assert (tmp_path / "given").read_text().startswith("--kernel-name regex:^(attend_kernel|route_kernel)$ --csv ")
+    assert "--print-units base" in (tmp_path / "given").read_text()
+
+
+def test_a_value_that_is_no_number_is_told():
+    with pytest.raises(EvalError, match="gives gpu__time_duration.sum as 'n/a' nsecond"):
+        counters.launches(ncu_output(["n/a"]))

@@ -20,7 +20,8 @@ METRICS = {
     "smsp__warps_eligible.avg.per_cycle_active": "elig.",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "DRAM %",
 }
-TO_MICROSECONDS = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3}
+# without --print-units base ncu takes a unit for each value
+TO_MICROSECONDS = {"nsecond": 1e-3, "ns": 1e-3}
 CAPTURES = 3
 
 
@@ -32,15 +33,19 @@ def check() -> None:
         raise EvalError("--ncu: there is no ncu on the path; install Nsight Compute, or leave --ncu out")
 
 
-def counters(command: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
+def counters(command: Sequence[str], kernels: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
     """Kernel and Table 14's columns of every launch of one step; medians over `CAPTURES` equal steps.
 
     command: runs the step so often, in a process of its own.
+    kernels: the functions that are counted. PyTorch's own, which also fill the rows, have names such as
+        vectorized_elementwise_kernel.
 
     Raises EvalError: ncu may not read counters here, or says something else.
     """
-    options = "--csv --kernel-name regex:_kernel$ --cache-control all --clock-control none --metrics"
-    done = subprocess.run(["ncu", *options.split(), ",".join(METRICS), *command], capture_output=True, text=True)
+    options = "--csv --print-units base --cache-control all --clock-control none --metrics"
+    named = f"regex:^({'|'.join(sorted(set(kernels)))})$"
+    asked = ["ncu", "--kernel-name", named, *options.split(), ",".join(METRICS), *command]
+    done = subprocess.run(asked, capture_output=True, text=True)
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
         raise EvalError(
             "--ncu: the driver lets only administrators read counters here (ERR_NVGPUCTRPERM): ask for access, or "
@@ -52,14 +57,19 @@ def counters(command: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
 
 
 def launches(output: str) -> list[tuple[str, dict[str, float]]]:
-    """Every profiled launch in order, from ncu's CSV: one line per launch and metric, behind ncu's own lines."""
+    """Every profiled launch in order, from ncu's CSV: one line per launch and metric, behind ncu's own lines.
+
+    Raises EvalError for a line without a number, such as the n/a of a metric that a device lacks.
+    """
     text = "\n".join(line for line in output.splitlines() if line.startswith('"'))
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for line in csv.DictReader(io.StringIO(text)):
-        value = float(line["Metric Value"].replace(",", ""))
-        column = METRICS[line["Metric Name"]]
-        if column == "ncu us":
-            value *= TO_MICROSECONDS[line["Metric Unit"]]
+        name, text, unit = (str(line.get(f"Metric {what}")) for what in ("Name", "Value", "Unit"))
+        try:
+            value, column = float(text.replace(",", "")), METRICS[name]
+            value *= TO_MICROSECONDS[unit] if column == "ncu us" else 1.0
+        except (ValueError, KeyError) as error:
+            raise EvalError(f"--ncu: ncu gives {name} as {text!r} {unit}, and this command cannot read that") from error
         found.setdefault(line["ID"], (line["Kernel Name"], {}))[1][column] = value
     return list(found.values())
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(found)} launches, {setting.name}, compiled for compute capability 9.0\n")
     print(markdown_table(HEADER, lines))
     if args.ncu:
-        _counters()
+        _counters([one.kernel for one in found])
     return 0
 
 
@@ -110,12 +110,12 @@ def _launch(args: argparse.Namespace, setting: Any) -> int:
     return 0
 
 
-def _counters() -> None:
+def _counters(kernels: list[str]) -> None:
     """Run this command again under ncu, and print what it counted."""
     from latent_santa.eval.bench.counters import METRICS, counters
     from latent_santa.eval.report.tables import markdown_table
 
     given = [word for word in sys.argv[1:] if word != "--ncu"]
-    found = counters([sys.executable, "-m", "latent_santa.eval", *given, "--launch"])
+    found = counters([sys.executable, "-m", "latent_santa.eval", *given, "--launch"], kernels)
     lines = [[name, *(f"{values[column]:.2f}" for column in METRICS.values())] for name, values in found]
     print(markdown_table(("kernel", *METRICS.values()), lines))

@@ -13,9 +13,11 @@ from latent_santa.eval.run.store import Prompt, Store
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } img { max-width: 100% }
+table { border-collapse: collapse } div { overflow-x: auto; margin: 1rem 0 } img { max-width: 100% }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top }
 th:first-child, td:first-child, .words th, .words td { text-align: left } th { cursor: pointer }
+td { white-space: nowrap } .words td { white-space: normal; overflow-wrap: anywhere }
+th[data-sign="1"]::after { content: " \\25B2" } th[data-sign="-1"]::after { content: " \\25BC" }
 .words { width: 100% } .words td:last-child { width: 60% }
 mark { background: #bde5bd } .none { color: #a33 } .lead { font-size: 1.15rem } small { color: #666 }
 """
@@ -29,7 +31,9 @@ const order = (a, b) => typeof a !== typeof b ? (typeof a === "number" ? -1 : 1)
 for (const head of document.querySelectorAll("th")) {
   head.title = "sort";
   head.onclick = () => {
-    const sign = head.dataset.sign = head.dataset.sign == 1 ? -1 : 1, place = head.cellIndex;
+    const sign = head.dataset.sign == 1 ? -1 : 1, place = head.cellIndex;
+    for (const other of head.parentNode.cells) delete other.dataset.sign;
+    head.dataset.sign = sign;
     const rows = [...head.closest("table").rows].slice(1);
     rows.sort((a, b) => sign * order(key(a, place), key(b, place)));
     for (const row of rows) row.parentNode.append(row);
@@ -64,15 +68,18 @@ def page(store: Store, summary: dict[str, Any], picture: bytes | None) -> str:
         parts += [_answers(prompt, results) for prompt in prompts[:PROMPTS_PER_TASK]]
     title = escape(f"{summary['model']} at {summary['length']} tokens")
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"</head><body>\n<h1>{title}</h1>\n" + "\n".join(parts) + f"\n<script>{SCRIPT}</script></body></html>\n"
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
+        + "\n".join(parts)
+        + f"\n<script>{SCRIPT}</script></body></html>\n"
     )
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>\n" for line in lines)
-    return f"<table><tr>{head}</tr>\n{body}</table>"
+    return f"<div><table><tr>{head}</tr>\n{body}</table></div>"
 
 
 def _answers(prompt: Prompt, results: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> str:
@@ -86,10 +93,12 @@ def _answers(prompt: Prompt, results: Sequence[tuple[str, dict[str, dict[str, An
             score, text = "-", f"<span class=none>{escape(result.get('error', 'no result yet'))}</span>"
         lines.append(f"<tr><td>{escape(name)}</td><td>{score}</td><td>{text}</td></tr>\n")
     end = sample.input[-END_OF_PROMPT:]
+    if len(end) < len(sample.input):  # the word that the cut falls into is left out
+        end = f"... {end.partition(' ')[2] or end}"
     return (
         f"<p><b>{escape(sample.id)}</b>, {prompt.n_tokens:,} tokens, ends in:<br><small>{escape(end)}</small><br>"
-        f"wanted: {escape(sample.wanted)}</p>\n<table class=words><tr><th>setting</th><th>score</th>"
-        f"<th>answer</th></tr>\n{''.join(lines)}</table>"
+        f"wanted: {escape(sample.wanted)}</p>\n<div><table class=words><tr><th>setting</th><th>score</th>"
+        f"<th>answer</th></tr>\n{''.join(lines)}</table></div>"
     )
 
 
