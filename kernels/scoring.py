@@ -1,4 +1,4 @@
-"""What the launches that score routing keys have in common, and the launch for keys in codes."""
+"""What the launches that score routing keys have in common, and the launch of many tiles per program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from latent_santa.integers import ceil_div
 from latent_santa.routing_keys import RoutingKeys
 
 from .plan import mask_words, padded_teams, power
-from .route_coded import route_coded_kernel
+from .route_tiles import route_tiles_kernel
 
 if TYPE_CHECKING:
     from .launch import Launches
@@ -21,44 +21,8 @@ ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 
 def scoring(launches: Launches, keys: tuple[RoutingKeys, ...]) -> dict[str, Any]:
-    """Arguments of :func:`.route.route_kernel` and :func:`.route_listed.route_listed_kernel` for these keys."""
-    s, p = launches.shapes, launches.plan
-    return {
-        **_either(launches, keys),
-        "SPLIT": s.split,
-        "BITS": 16 if keys[0].scales is None else keys[0].bits,
-        "STAGES": p.route_stages,
-        "DTYPE": ELEMENT[s.dtype],
-        "num_stages": p.route_stages,
-    }
-
-
-def route_coded(launches: Launches) -> None:
-    """:meth:`.launch.Launches.route` where the routing keys are codes."""
-    s, p, b, teams = launches.shapes, launches.plan, launches.buffers, launches.teams
-    route_coded_kernel[(p.route_programs, ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
-        **_either(launches, teams.routing_keys),
-        sizes=teams.sizes,
-        count=teams.count,
-        phi=b.phi,
-        noisy=b.noisy,
-        tops=b.tops,
-        flags=b.flags,
-        layer=launches.step.draw.layer,
-        M=s.teams,
-        MP=padded_teams(s.teams),
-        BITS=s.bits,
-        BLOCK=p.block,
-        STAGES=p.route_stages,
-        PHI=launches.sampling.pooled,
-        num_stages=p.route_stages,
-        **launches.options(p.route_warps, first=True),
-    )
-
-
-def _either(launches: Launches, keys: tuple[RoutingKeys, ...]) -> dict[str, Any]:
-    s, p, (first, second) = launches.shapes, launches.plan, (keys[0], keys[-1])
-    query = launches.query
+    """Arguments of the kernels that score routing keys."""
+    s, p, query, (first, second) = launches.shapes, launches.plan, launches.query, (keys[0], keys[-1])
     return {
         "query0": query[0],
         "query1": query[-1],
@@ -84,17 +48,45 @@ def _either(launches: Launches, keys: tuple[RoutingKeys, ...]) -> dict[str, Any]
         "T": p.route_teams,
         "HB": p.route_heads,
         "LATENT": s.latent,
+        "SPLIT": s.split,
         "SHARED": launches.sampling.shared,
+        "BITS": 16 if first.scales is None else first.bits,
+        "STAGES": p.route_stages,
+        "DTYPE": ELEMENT[s.dtype],
         "PDL": launches.early,
+        "num_stages": p.route_stages,
     }
 
 
+def route_tiles(launches: Launches) -> None:
+    """:meth:`.launch.Launches.route` by :mod:`.route_tiles`."""
+    s, p, b, teams = launches.shapes, launches.plan, launches.buffers, launches.teams
+    route_tiles_kernel[(p.route_programs, ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
+        **scoring(launches, teams.routing_keys),
+        sizes=teams.sizes,
+        count=teams.count,
+        phi=b.phi,
+        noisy=b.noisy,
+        tops=b.tops,
+        flags=b.flags,
+        layer=launches.step.draw.layer,
+        M=s.teams,
+        MP=padded_teams(s.teams),
+        BLOCK=p.block,
+        PHI=launches.sampling.pooled,
+        PREFETCH=p.route_ahead,
+        **launches.options(p.route_warps, first=True),
+    )
+
+
 def _dims_at_once(launches: Launches, keys: RoutingKeys) -> int:
-    """Dimensions of one product: of codes a group of 4 bits, and of 8 bits, which have one scale, what divides them."""
-    dims = keys.shape[-1]
-    if keys.scales is None:
-        return min(launches.plan.route_dims, power(dims, 16))
-    return keys.group if keys.bits == 4 else min(dims & -dims, 128)
+    """Dimensions of one product: a group of 4-bit codes; else what divides them all, but for :mod:`.route`."""
+    dims, plan = keys.shape[-1], launches.plan
+    if keys.bits == 4:
+        return keys.group
+    if keys.scales is not None or plan.route_programs:
+        return min(dims & -dims, 128)
+    return min(plan.route_dims, power(dims, 16))
 
 
 def _scales(keys: RoutingKeys) -> Tensor:
