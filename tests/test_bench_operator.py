@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from latent_santa.eval.bench import report
+from latent_santa.eval.bench import paper_protocol, report
 from latent_santa.eval.bench.capture import capture
 from latent_santa.eval.bench.goals import GOALS, goal_of
 from latent_santa.eval.bench.measure import Setting, bytes_read, measure, quantised
-from latent_santa.eval.bench.timing import ratio_interval
+from latent_santa.eval.bench.timing import DeviceClock, Rounds, ratio_interval
 from latent_santa.eval.bench.workload import Size, Workload, load, save, synthetic
 from latent_santa.eval.cli import main
 from latent_santa.eval.errors import EvalError
@@ -32,6 +32,8 @@ FACTS: dict[str, Any] = {
 class FakeClock:
     """Says that the n-th method took 10 n microseconds in round one, 1 more in each next; runs single stages once."""
 
+    rounds = paper_protocol.ROUNDS
+
     def captured(self, launch: Any) -> Any:
         return launch
 
@@ -39,6 +41,10 @@ class FakeClock:
         for launch in methods.values() if in_order else ():
             launch()
         return {name: [10.0 * n + r for r in range(3)] for n, name in enumerate(methods, 1)}
+
+    def rotated(self, parts: dict[str, Any], observations: int) -> dict[str, list[float]]:
+        assert observations == 500
+        return self.paired(parts, in_order=True)
 
 
 def small(layout: str = "mla", batch: int = 1, context: int = 96, parent_summary: str | None = None) -> Workload:
@@ -187,6 +193,49 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert (tmp_path / "operator.md").read_text().strip() == shown[shown.index("# Operator") :].strip()
 
 
+def test_the_papers_own_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appendix E's numbers are the defaults; launches, stages, ratio and error go into table and file."""
+    pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
+    from latent_santa.kernels.support import interpreting
+
+    if not interpreting():
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(paper_protocol, "SETTING", Setting(Sampling(3)))
+    monkeypatch.setattr(paper_protocol, "GQA", {"SDPA flash": lambda step: lambda: None})
+    monkeypatch.setattr(paper_protocol, "kernel_names", lambda launch: ["a", "b"])
+    w = small("gqa", context=64)
+    step = w.step.draw.step.clone()
+    record = paper_protocol.measure(w, FakeClock())
+    assert record["us"] == {"SDPA flash": 11.0, "SANTA++": 21.0} and 0 < record["error"] < 2e-3
+    assert list(record["stages_us"]) == ["route", "select", "attend", "combine"] and torch.equal(step, w.step.draw.step)
+    json.dumps(record)
+    text = paper_protocol.markdown({**FACTS, "protocol": vars(paper_protocol.ROUNDS)}, record)
+    assert "| SANTA++ | 21.00 | 20.00 to 22.00 | 2 |" in text and "Ratio 0.524 [" in text and "- SANTA++: a, b" in text
+    assert "rounds 20, observations 1000, warmup 300, evict 512" in text and "float16, K = 3" in text
+
+
+def test_a_stage_is_timed_after_what_comes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every turn another stage is first, and each finds what the stages before it have written."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            ran.append("|")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 0.002
+
+    ran: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock = DeviceClock(Rounds(2, 9, 1, 0), torch.device("cpu"))
+    parts = {name: lambda name=name: ran.append(name) for name in "abc"}
+    assert clock.rotated(parts, 2) == {name: [2.0, 2.0] for name in "abc"}
+    assert "".join(ran[: len(ran) // 2]) == "|a|a|b|ab|c|" + "a|b|ab|c||a|" + "ab|c||a|a|b|"
+
+
 def test_goals_belong_to_their_settings() -> None:
     assert goal_of("mla", 16, 8, 131072, "per_head", 32, "model") == 3.0
     assert goal_of("mla", 16, 8, 131072, "per_head", 32, "int4") == 5.0
@@ -204,6 +253,7 @@ def test_goals_belong_to_their_settings() -> None:
         (["--budget", "126"], "divisible by P/R"),
         (["--noise", "none"], "'none' is not one of independent, shared"),
         (["--routing", "both"], "'both' is not one of one_stage, two_stage"),
+        (["--paper", "--goals"], "without --workload and --paper"),
         (["--estimator", "mean"], "'mean' is not one of per_head, pooled"),
     ],
 )

@@ -77,6 +77,30 @@ class DeviceClock:
                 medians[name].append(1000 * statistics.median(start.elapsed_time(end) for start, end in pairs))
         return medians
 
+    def rotated(self, parts: dict[str, Launch], observations: int) -> dict[str, list[float]]:
+        """Each part's round medians in microseconds. The parts before it run first, then L2 is evicted, so that every
+        part finds what the ones before it write; which part comes first changes from turn to turn."""
+        medians: dict[str, list[float]] = {name: [] for name in parts}
+        names = list(parts)
+        for _ in range(self.rounds.rounds):
+            events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in parts}
+            for turn in range(self.rounds.warmup + observations):
+                first = turn % len(names)
+                for place in (*range(first, len(names)), *range(first)):
+                    for before in names[:place]:
+                        parts[before]()
+                    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    self.buffer.add_(1)
+                    start.record()
+                    parts[names[place]]()
+                    end.record()
+                    if turn >= self.rounds.warmup:
+                        events[names[place]].append((start, end))
+            torch.cuda.synchronize()
+            for name, pairs in events.items():
+                medians[name].append(1000 * statistics.median(start.elapsed_time(end) for start, end in pairs))
+        return medians
+
 
 def ratio_interval(slow: Sequence[float], fast: Sequence[float], resamples: int = 10_000) -> tuple[float, float, float]:
     """Ratio of two methods' medians of round medians, and its 95 % bootstrap interval over paired rounds."""

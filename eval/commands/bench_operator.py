@@ -13,6 +13,7 @@ from latent_santa.eval.errors import EvalError
 
 if TYPE_CHECKING:
     from latent_santa.eval.bench.measure import Setting
+    from latent_santa.eval.bench.timing import DeviceClock, Rounds
     from latent_santa.eval.bench.workload import Size, Workload
 
 
@@ -25,8 +26,8 @@ def add_parser(subparsers: Any) -> None:
             "Time one decoding step of one layer under Appendix E's protocol: paired rounds in alternating order, L2 "
             "evicted before every timed call, medians of round medians, a bootstrap interval for each ratio. Dense "
             "methods: SDPA flash and cuDNN (GQA), absorbed products and softmax (MLA), this package's own kernel, and "
-            "FlashAttention-3 and FlashMLA where fa3_fwd and flash_mla can be imported. Workloads are synthetic unless "
-            "--workload is given."
+            "FlashAttention-3, FlashMLA and FlashInfer where fa3_fwd, flash_mla and flashinfer can be imported. "
+            "Workloads are synthetic unless --workload is given."
         ),
         formatter_class=options.Help,
     )
@@ -39,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
     add("--context", type=numbers, default="32768", help="cached rows, several separated by commas")
     add("--batch", type=numbers, default="1", help="sequences, several separated by commas")
     add("--goals", action="store_true", help="all workloads with a goal, in place of the sizes above")
+    add("--paper", action="store_true", help="Appendix E's protocol: K=31, GQA, SDPA flash, no graphs; minutes long")
     add("--workload", type=options.path, metavar="FILE", help="a workload that `bench capture` saved")
     add("--query-dtype", default="model", choices=("model", "float32"), help="float32 feeds two parts")
     add = parser.add_argument_group("method").add_argument
@@ -54,10 +56,10 @@ def add_parser(subparsers: Any) -> None:
     add("--representatives", type=int, default=4, help="R of synthetic workloads")
     add = parser.add_argument_group("protocol").add_argument
     add("--modes", type=words, default="graph,stream", help="of graph (CUDA graphs) and stream (launched one by one)")
-    add("--rounds", type=int, default=20, help="paired rounds")
-    add("--observations", type=int, default=100, help="timed calls per method and round")
-    add("--warmup", type=int, default=20, help="untimed calls per method before each round")
-    add("--evict", type=int, default=256, help="MiB read and written before every timed call")
+    add("--rounds", type=int, help="paired rounds: 20")
+    add("--observations", type=int, help="timed calls per method and round: 100, with --paper 1,000")
+    add("--warmup", type=int, help="untimed calls per method before each round: 20, with --paper 300")
+    add("--evict", type=int, help="MiB read and written before every timed call: 256, with --paper 512")
     add("--no-stages", action="store_true", help="leave the single launches' times out")
     parser.add_argument("--seed", type=int, default=0, help="seed of synthetic rows and of the noise")
     parser.add_argument("--out", type=options.path, metavar="DIR", help="write operator.json, .md and .png there")
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.bench.workload import load
     from latent_santa.eval.run.store import check_writable
 
-    options.at_least(args, rounds=1, observations=1, warmup=0, evict=0, seed=0)
+    rounds = _rounds(args)
     settings = _settings(args)
     _one_of("--modes", args.modes, ("graph", "stream"))
     sizes = _sizes(args)
@@ -89,13 +91,14 @@ def run(args: argparse.Namespace) -> int:
             f"bench operator times CUDA kernels, and {reason}: run it on a machine with an NVIDIA GPU; `latent-santa "
             "bench decode --device cpu` times whole models in PyTorch anywhere"
         )
-    _check_memory(sizes, args.evict, "cuda")
+    _check_memory(sizes, rounds.evict, "cuda")
     from latent_santa.eval.bench import report
     from latent_santa.eval.bench.facts import facts
     from latent_santa.eval.bench.measure import measure
-    from latent_santa.eval.bench.timing import DeviceClock, Rounds, copy_bandwidth
+    from latent_santa.eval.bench.timing import DeviceClock, copy_bandwidth
 
-    rounds = Rounds(args.rounds, args.observations, args.warmup, args.evict)
+    if args.paper:
+        return _paper(args, DeviceClock(rounds, device))
     bandwidth = copy_bandwidth(device)
     found = facts("cuda", copy_bandwidth=bandwidth, protocol=vars(rounds))
     clock = DeviceClock(rounds, device)
@@ -109,6 +112,43 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             _write(args.out, found, records)
     print(report.markdown(found, records))
+    return 0
+
+
+def _rounds(args: argparse.Namespace) -> Rounds:
+    """The protocol's numbers where none are given, checked."""
+    from latent_santa.eval.bench.paper_protocol import ROUNDS
+    from latent_santa.eval.bench.timing import Rounds
+
+    for name, value in vars(ROUNDS if args.paper else Rounds()).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    options.at_least(args, rounds=1, observations=1, warmup=0, evict=0, seed=0)
+    return Rounds(args.rounds, args.observations, args.warmup, args.evict)
+
+
+def _paper(args: argparse.Namespace, clock: DeviceClock) -> int:
+    """Appendix E's protocol; the table is written beside its numbers."""
+    import torch
+
+    from latent_santa.eval.bench import paper_protocol
+    from latent_santa.eval.bench.facts import facts
+    from latent_santa.eval.bench.workload import load, synthetic, with_query
+
+    workload = load(args.workload, "cuda") if args.workload else None
+    if workload is None:
+        workload = synthetic(paper_protocol.SIZE, dtype=torch.float16, seed=args.seed)
+    elif workload.layout != "gqa":
+        raise EvalError(f"--paper --workload {args.workload}: Appendix E is about GQA, and this workload is MLA")
+    workload = with_query(workload, workload.step.rows.values.dtype)
+    record = paper_protocol.measure(workload, clock)
+    found = facts("cuda", protocol=vars(clock.rounds))
+    text = paper_protocol.markdown(found, record)
+    print(text)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "paper.json").write_text(json.dumps({"facts": found, "result": record}, indent=1) + "\n")
+        (args.out / "paper.md").write_text(text)
     return 0
 
 
@@ -153,12 +193,15 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
 def _sizes(args: argparse.Namespace) -> list[Size | None]:
     """Each synthetic workload; None stands for a file."""
     from latent_santa.eval.bench.goals import GOALS
+    from latent_santa.eval.bench.paper_protocol import SIZE
     from latent_santa.eval.bench.workload import Size
     from latent_santa.kernels.support import MOST_KEY_DIMS
     from latent_santa.routing_keys import scale_group
 
-    if args.workload and args.goals:
-        raise EvalError("--workload times one file and --goals a list of sizes: give one of them")
+    if args.goals and (args.workload or args.paper):
+        raise EvalError("--goals times a list of sizes: give it without --workload and --paper")
+    if args.paper:
+        return [None if args.workload else SIZE]
     if args.workload:
         return [None]
     if args.goals:
