@@ -75,6 +75,7 @@ def route_tiles(launches: Launches) -> None:
         BLOCK=p.block,
         PHI=launches.sampling.pooled,
         PREFETCH=p.route_ahead,
+        **({"maxnreg": p.route_registers} if p.route_registers else {}),
         **launches.options(p.route_warps, first=True),
     )
 

@@ -40,7 +40,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--layout gqa --head-dim 20 --routing-dtype int4", "20 key dimensions do not divide into groups"),
         ("--pooled-budgets 0", "argument --pooled-budgets: '0': give values separated by commas, such as 128,256"),
         ("--context 32K", "argument --context: '32K': give values separated by commas, such as 128,256"),
-        ("--workload x.pt --goals", "give one of them"),
+        ("--workload x.pt --goals", "without --workload"),
         ("--workload x.pt", "no workload file x.pt"),
     ],
 )

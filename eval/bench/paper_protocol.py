@@ -112,8 +112,9 @@ def markdown(facts: dict[str, Any], record: dict[str, Any]) -> str:
         "",
         markdown_table(("method", "median", "round medians", "launches"), spans).rstrip("\n"),
         "",
-        f"Ratio {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]; the paper's is 1.69 on an RTX 5090 Laptop "
-        f"GPU. Largest absolute difference from the PyTorch operator over {REALISATIONS} draws: {record['error']:.1e}.",
+        f"Ratio {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]; the paper's is 1.69 on an RTX 5090 "
+        f"Laptop GPU. Largest absolute difference from the PyTorch operator over {REALISATIONS} draws: "
+        f"{record['error']:.1e}.",
         "",
         "Stages, each alone after an eviction; they do not add up (Table 13):",
         "",
