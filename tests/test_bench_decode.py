@@ -200,6 +200,11 @@ def test_tables_and_picture() -> None:
     assert "| pooled+two_stage+compile | 9.00 | 9.00 | 60.68 [60.68, 60.68] | 2.00 [2.00, 2.00] |" in text
     assert text.count("| grouped_mm |") == text.count("| own kernels |") * 2 == 8
     assert "Absorbed dense attention ran as FA3." in text and text.count("dense: does not fit in the device's") == 4
+    compiled = {**points[0]["results"]["absorbed_dense"], "generate_ms": [12.0] * 3}
+    points[0]["results"]["absorbed_dense+compile"] = compiled
+    text = decode_report.markdown({}, points[:1])
+    assert "| 1.33 [" in text and "| 2.00 [" not in text  # compiled against compiled
+    del points[0]["results"]["absorbed_dense+compile"]
     table = decode_report.readme_table(
         [{"facts": {"shape": "small"}, "points": points}], ["dense", "absorbed_dense", "pooled+two_stage+compile"]
     )
