@@ -77,7 +77,7 @@ class Engine:
             HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
             LATENT_SANTA_BUDGET=str(BUDGET), LATENT_SANTA_LOG_SECONDS="0",
         )  # fmt: skip
-        from latent_santa.patches.vllm import register
+        from latent_santa.vllm_plugin import register
 
         register()  # also where the package was not installed, and vLLM finds no entry point
         from vllm import LLM, SamplingParams

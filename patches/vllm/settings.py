@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from latent_santa.config import SantaConfig
+from latent_santa.vllm_plugin import PREFIX
 
-PREFIX = "LATENT_SANTA_"
 KEY = "latent_santa"
 # vLLM's internals move monthly: these versions have been run, each on its kind of device
 VERSIONS = {"cuda": "0.26.0", "cpu": "0.32.0"}
