@@ -5,7 +5,8 @@ BIN = $(VENV)/bin
 OUT ?= out/tiny
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-oldest test-classes test-gpu test-vllm lint real grids paper-grids results train-tiny clean
+.PHONY: run test test-oldest test-classes test-gpu test-random test-vllm sanitize lint real grids paper-grids results train-tiny \
+	clean
 
 run: $(VENV)/.run
 	@$(BIN)/latent-santa ruler --model builtin:tiny --out $(OUT) --resume
@@ -33,6 +34,16 @@ test-vllm: .venv-vllm/.test
 # needs a CUDA device and its own PyTorch; uses the python that is given
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu -m gpu
+
+# random small steps of the kernels against their twin on a CUDA device; a failure names its seed: make test-random SEED=5000
+SEED ?= 0
+CASES ?= 1000
+test-random:
+	SEED=$(SEED) CASES=$(CASES) $(PYTHON) -m pytest tests/gpu/test_random_steps.py -m gpu
+
+# compute-sanitizer over one case per operator and path of the kernels; needs a CUDA device and its toolkit
+sanitize:
+	@PYTHON=$(PYTHON) sh tests/gpu/sanitize.sh
 
 lint: $(VENV)/.test
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
