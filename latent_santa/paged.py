@@ -21,6 +21,8 @@ from torch import Tensor
 from .estimator import dense_attention, sampled_attention
 from .integers import ceil_div
 from .noise import noise_keys
+from .parent_records import ParentRecords
+from .partition import Partition
 from .routing_keys import PlainKeys
 from .rows import Rows
 from .step import DecodeStep, Draw, Sampling, Suffix
@@ -37,6 +39,8 @@ class PagedRecords:
         size: ``(blocks, slots)`` uint8, n_g; 0 until the block was first filled.
         parent_size: P.
         representatives: R.
+        mean: ``(blocks, block_size / P, rank + rope)`` in the cache's dtype, each parent's mean row, which two-stage
+            routing scores; or None.
     """
 
     team: Tensor
@@ -44,6 +48,7 @@ class PagedRecords:
     size: Tensor
     parent_size: int
     representatives: int
+    mean: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -57,7 +62,8 @@ class PagedRecords:
 
     def bytes(self) -> int:
         """Memory held, in bytes."""
-        return sum(part.numel() for part in (self.team, self.row, self.size))
+        held = sum(part.numel() for part in (self.team, self.row, self.size))
+        return held + (0 if self.mean is None else self.mean.numel() * self.mean.element_size())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,8 @@ class PagedSampling:
         first_head: number in the whole model of this process's first head.
         heads_in_model: query heads of the layer over all processes.
         dense_below: requests with fewer rows attend to all of them.
+        parents_per_head: K1, parents that a first stage samples (:mod:`latent_santa.two_stage`), for records with
+            means; or None for one stage.
         parent_size: P; ``representatives`` R: those of the records.
         scale: the attention module's own scaling.
     """
@@ -85,15 +93,21 @@ class PagedSampling:
     first_head: int = 0
     heads_in_model: int
     dense_below: int = 0
+    parents_per_head: int | None = None
     parent_size: int = 16
     representatives: int = 4
     scale: float
 
 
 def empty_records(
-    blocks: int, block_size: int, parent_size: int, representatives: int, device: torch.device | str
+    blocks: int,
+    block_size: int,
+    parent_size: int,
+    representatives: int,
+    device: torch.device | str,
+    means_of: Tensor | None = None,
 ) -> PagedRecords:
-    """Records of blocks that nothing has filled.
+    """Records of blocks that nothing has filled; with the parents' means of the cache ``means_of``, for two stages.
 
     Raises:
         ValueError: a parent would cross a block or have fewer than R rows, or offsets would not fit in a byte.
@@ -106,7 +120,10 @@ def empty_records(
         raise ValueError(f"block_size {block_size} is above 256, the most rows that records number in a byte")
     slots = block_size // parent_size * representatives
     team, row, size = (torch.zeros(blocks, n, dtype=torch.uint8, device=device) for n in (block_size, slots, slots))
-    return PagedRecords(team, row, size, parent_size, representatives)
+    mean = None
+    if means_of is not None:
+        mean = torch.zeros(blocks, block_size // parent_size, means_of.shape[2], dtype=means_of.dtype, device=device)
+    return PagedRecords(team, row, size, parent_size, representatives, mean)
 
 
 def group_filled(cache: Tensor, records: PagedRecords, slot_mapping: Tensor, rank: int) -> None:
@@ -128,13 +145,17 @@ def group_filled(cache: Tensor, records: PagedRecords, slot_mapping: Tensor, ran
         return
     r, size = records.representatives, records.parent_size
     parents = (torch.arange(records.block_size) // size).expand(filled.numel(), -1)
-    team, chosen = assign_rows(cache[filled, :, :rank], parents, r, bound=records.block_size // size)
+    rows, bound = cache[filled], records.block_size // size
+    team, chosen = assign_rows(rows[..., :rank], parents, r, bound)
     slot = parents * r + team
     offset = torch.arange(records.block_size).expand_as(slot)
     spare = torch.zeros(filled.numel(), records.slots + 1, dtype=torch.int64)
     row = spare.scatter(1, torch.where(chosen, slot, records.slots), offset)
     records.team[filled] = team.to(torch.uint8)
     records.row[filled] = row[:, :-1].to(torch.uint8)
+    if records.mean is not None:
+        mean = Partition(parents, bound).mean(rows)[:-1]
+        records.mean[filled] = mean.view(-1, *records.mean.shape[1:]).to(cache.dtype)
     records.size[filled] = spare.scatter_add(1, slot, torch.ones_like(slot))[:, :-1].to(torch.uint8)
 
 
@@ -213,7 +234,8 @@ def attend_request(
         draw=Draw(key, torch.tensor([n]), sampling.layer, first=first),
         scale=sampling.scale,
     )
-    found = sampled_attention(step, Sampling(sampling.teams_per_head, sampling.estimator, sampling.noise))
+    how = Sampling(sampling.teams_per_head, sampling.estimator, sampling.noise, sampling.parents_per_head)
+    found = sampled_attention(step, how)
     return found.out[0, 0], found.lse[0, 0], (int(found.routing), int(found.union), int(found.suffix), 0)
 
 
@@ -229,4 +251,17 @@ def _teams_of(held: Rows, blocks: Tensor, records: PagedRecords) -> Teams:
     keys = tuple(PlainKeys(part.gather(2, place.expand(-1, -1, -1, part.shape[-1]))) for part in held.keys)
     count = torch.full((1, 1), sizes.shape[-1], dtype=torch.int32)
     row_bound = sizes.flatten().sort(descending=True).values.cumsum(0).tolist()
-    return Teams(sizes, count, team, representative, row_bound, keys)
+    parents = None if records.mean is None else _parents_of(held, blocks, records)
+    return Teams(sizes, count, team, representative, row_bound, keys, parents)
+
+
+def _parents_of(held: Rows, blocks: Tensor, records: PagedRecords) -> ParentRecords:
+    """The parents of a request's full ``blocks``."""
+    assert records.mean is not None
+    r, p, means = records.representatives, records.parent_size, records.mean[blocks].flatten(0, 1)[None, None]
+    number = means.shape[2]
+    sizes = torch.full((1, 1, number), p, dtype=torch.int32)
+    of_team = (torch.arange(number * r) // r)[None, None].int()
+    count = torch.full((1, 1), number, dtype=torch.int32)
+    parts = means.split([part.shape[-1] for part in held.keys], -1)
+    return ParentRecords("mean", sizes, count, of_team, r, tuple(PlainKeys(part) for part in parts))

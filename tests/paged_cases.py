@@ -67,8 +67,9 @@ def make_paged(
     place = torch.randperm(blocks, generator=generator)
     cache = torch.full((blocks, block_size, rank + rope), float("nan"), dtype=dtype)
     block_table = torch.full((len(lengths), max(needed) + columns), 2**31 - 1, dtype=torch.int32)
-    records = empty_records(blocks, block_size, 16, 4, device)
-    for part in (records.team, records.row, records.size):
+    means = cache.to(device) if "parents_per_head" in sampling else None
+    records = empty_records(blocks, block_size, 16, 4, device, means)
+    for part in (records.team, records.row, records.size, *(() if records.mean is None else (records.mean,))):
         part.fill_(3)
     rows, slots, start = [], [], 0
     for b, n in enumerate(lengths):

@@ -12,6 +12,7 @@ from latent_santa import naive as ref
 from latent_santa import naive_noise, paged
 from latent_santa.estimator import dense_attention, sampled_attention
 from latent_santa.noise import noise_keys
+from latent_santa.parent_records import summarised
 from latent_santa.parents import contiguous_parents
 from latent_santa.rows import Rows
 from latent_santa.step import DecodeStep, Draw, Sampling, Suffix
@@ -30,6 +31,7 @@ def one_sequence(case, b, full):
     grouped = Rows((latent[:, :, :full], rotary[:, :, :full]), latent[:, :, :full])
     parents = contiguous_parents(torch.ones(1, full, dtype=torch.bool), 16)
     teams = freeze_representatives(build_teams(grouped.keys[0], parents, 4), grouped)
+    teams = replace(teams, parents=summarised(teams, parents, grouped, "mean"))
     n, s = len(case.rows[b]), case.sampling
     draw = Draw(noise_keys(s.seed, [0], "cpu"), torch.tensor([n]), s.layer, first=(0, s.first_head))
     return DecodeStep(parts, Rows((latent, rotary), latent), teams, Suffix(torch.arange(full, n)), draw, s.scale)
@@ -67,6 +69,17 @@ def test_it_is_the_one_sequence_path_on_the_same_rows(block_size, n, full, estim
     want = sampled_attention(one_sequence(case, 0, full), Sampling(4, estimator, noise))
     assert torch.equal(got, want.out[0])
     assert counts.tolist() == [[full // 4, int(want.union), n - full, 0]]
+
+
+@pytest.mark.parametrize("estimator, noise", SETTINGS)
+def test_two_stages_are_those_of_the_one_sequence_path(estimator, noise):
+    case = make_paged((150, 90), 64, estimator=estimator, noise=noise, parents_per_head=3)
+    got, counts = case.run()
+    for b, full in enumerate((128, 64)):
+        want = sampled_attention(one_sequence(case, b, full), Sampling(4, estimator, noise, 3))
+        assert torch.equal(got[b], want.out[0, 0])
+        assert counts[b].tolist() == [int(want.routing), int(want.union), len(case.rows[b]) - full, 0]
+    assert int(counts[0, 0]) < 128 // 4 + 128 // 16  # not every parent's teams were scored
 
 
 @pytest.mark.parametrize("estimator, noise", SETTINGS)
