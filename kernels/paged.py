@@ -1,8 +1,8 @@
 """The kernels over block tables: the twin of :mod:`latent_santa.paged`, whose functions say what these do.
 
-Four launches, pooled five. Nothing on the device is read from the host, and the grids depend on the block table's shape
-and the batch alone, so that one CUDA graph serves every step of a batch size: programs beyond a request's rows leave at
-once, and those that score teams walk over the tiles of all requests.
+Four launches, pooled five; in two stages six, pooled seven. Nothing on the device is read from the host, and the grids
+depend on the block table's shape and the batch alone, so that one CUDA graph serves every step of a batch size:
+programs beyond a request's rows leave at once, and those that score teams walk over the tiles of all requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from latent_santa.integers import ceil_div
 
-from .plan import Plan, Shapes, list_capacity, mask_words, padded_teams, power
+from .plan import Plan, Shapes, list_capacity, mask_words, padded_teams, power, tiles
 from .support import MOST_HEADS, MOST_KEY_DIMS, unavailable, unsupported_dtype
 from .workspace import Sizes, race
 
@@ -40,6 +40,11 @@ def reason_not(
         return "query and block_table need a contiguous last dimension, and block_table int32"
     if sampling.first_head % 4 and sampling.noise == "independent":
         return f"first_head is {sampling.first_head}: the kernels draw noise for whole quads of heads"
+    if sampling.parents_per_head is not None:
+        if records.mean is None:
+            return "two stages need records with the parents' means: empty_records(means_of=cache)"
+        if records.representatives & (records.representatives - 1):
+            return f"representatives {records.representatives} must be a power of two for two stages in the kernels"
     if sampling.heads_in_model >= MOST_HEADS:
         return f"{sampling.heads_in_model} query heads: the noise counter holds fewer than {MOST_HEADS}"
     return None
@@ -99,11 +104,25 @@ DEFAULT = PagedScratch()
 
 def sizes_of(s: Shapes, p: Plan, pooled: bool) -> Sizes:
     """Dtype and shape of every scratch buffer of a step."""
-    q, h, padded = s.batch, s.heads, padded_teams(s.teams)
+    q, h, padded, parents, places = s.batch, s.heads, *map(padded_teams, (s.teams, s.parents, s.places))
     lists = (torch.int32, (q, ceil_div(h, p.attend_heads), p.shares, list_capacity(s, p)))
-    scores = race(q, h, padded, s.teams_per_head, p.block)
+    scores = race(q, h, places, s.teams_per_head, p.block)
+    if s.parents:
+        first = race(q, h, parents, s.parents_per_head, p.parent_block)
+        scores |= {f"parent_{name}": size for name, size in first.items()}
+        scores |= {
+            "parent_flags": (torch.int32, (q, mask_words(h), parents)),
+            "parent_corrections": (torch.float32, (q, parents, h)),
+            "union": (torch.int32, (q, parents // 32)),
+            "places": (torch.int32, (q,)),
+            "teams_scored": (torch.int32, (q, tiles(s, p))),
+            "listed_teams": (torch.int32, (q, places)),
+            "listed_parents": (torch.int32, (q, places)),
+            "listed_log_c": (torch.float32, (q, places)),
+        }
     if not pooled:
-        del scores["phi"]
+        for name in ("phi", "parent_phi"):
+            scores.pop(name, None)
     return {
         **scores,
         "flags": (torch.int32, (q, mask_words(h), padded)),
@@ -139,12 +158,16 @@ def group_filled(cache: Tensor, records: PagedRecords, slot_mapping: Tensor, ran
             team=records.team,
             row=records.row,
             size=records.size,
+            mean=records.size if records.mean is None else records.mean,
             row_stride=cache.stride(1),
             D=rank,
             BD=power(rank),
+            ROPE=cache.shape[2] - rank,
+            BROPE=power(cache.shape[2] - rank),
             SIZE=records.block_size,
             P=p,
             R=records.representatives,
+            MEANS=records.mean is not None,
             num_warps=4 if p * rank <= 16 * 512 else 8,
         )
 

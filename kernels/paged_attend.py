@@ -64,14 +64,15 @@ def paged_attend_kernel(
         tl.store(part_rows + i_b * shares + i_share, union)
 
 
-@triton.jit(do_not_specialize=["K", "dense_below", "shares"])
+@triton.jit(do_not_specialize=["K", "dense_below", "K1", "shares"])
 def paged_combine_kernel(
-    part_out, part_max, part_sum, part_rows, seq_lens, dense, out, counts, out_strides, counts_stride, K, dense_below,
-    shares, H, V: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, SIZE: tl.constexpr,
-    SLOTS: tl.constexpr, FLAGGED: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_max, part_sum, part_rows, seq_lens, dense, teams_scored, out, counts, out_strides, counts_stride, K,
+    dense_below, K1, TILES, shares, H, V: tl.constexpr, BV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr,
+    SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (value block, h, request) writes ``out (B, H, V)`` in its dtype, zeros where the request has no rows, and
-    adds rows to ``counts (B, 4)`` int64: routed, of the union, of the suffix, and read densely."""
+    adds rows to ``counts (B, 4)`` int64: routed, of the union, of the suffix, and read densely. EACH above 0: routing
+    scored a parent per EACH teams for K1, and the teams ``teams_scored (B, TILES)`` for K; for K or fewer, none."""
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
     n, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
@@ -86,7 +87,15 @@ def paged_combine_kernel(
             i_share = tl.arange(0, NS)
             b_union = tl.load(part_rows + i_b * shares + i_share, mask=i_share < shares, other=0)  # [NS]
             p_counts = counts + i_b.to(tl.int64) * counts_stride
-            tl.store(p_counts, tl.load(p_counts) + teams)
+            routed = teams
+            if EACH > 0:
+                routed = tl.where(teams // EACH > K1, teams // EACH, 0)
+                scored = teams * 0
+                for start in range(0, TILES, NS):
+                    i_tile = start + i_share
+                    scored += tl.sum(tl.load(teams_scored + i_b * TILES + i_tile, mask=i_tile < TILES, other=0), 0)
+                routed += tl.where(scored > K, scored, 0)
+            tl.store(p_counts, tl.load(p_counts) + routed)
             tl.store(p_counts + 1, tl.load(p_counts + 1) + tl.sum(b_union, 0))
             sampled = teams > 0
             tl.store(p_counts + 2, tl.load(p_counts + 2) + tl.where(sampled, n - teams // SLOTS * SIZE, 0))

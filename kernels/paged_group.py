@@ -15,10 +15,11 @@ def first_equal(x, value):
 
 @triton.jit
 def paged_group_kernel(
-    latents, slot_mapping, team, row, size, row_stride, D: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr,
-    P: tl.constexpr, R: tl.constexpr,
+    latents, slot_mapping, team, row, size, mean, row_stride, D: tl.constexpr, BD: tl.constexpr, ROPE: tl.constexpr,
+    BROPE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr, R: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, parent of a block) makes the R teams of one parent, if the token's row is the last of a block."""
+    """Program (token, parent of a block) makes the R teams of one parent, if the token's row is the last of a block;
+    MEANS: and its mean row, a latent of D dimensions and ROPE others."""
     slot = tl.load(slot_mapping + tl.program_id(0))
     i_parent = tl.program_id(1)
     if (slot >= 0) & (slot % SIZE == SIZE - 1):
@@ -28,7 +29,16 @@ def paged_group_kernel(
         i_dim = tl.arange(0, BD)
         p_points = latents + (first + i_row)[:, None] * row_stride + i_dim[None, :]
         b_point = tl.load(p_points, mask=(i_dim < D)[None, :] & (i_row >= 0)[:, None], other=0.0).to(tl.float32)
-        b_away = b_point - (tl.sum(b_point, 0) / P)[None, :]  # [P, BD]
+        b_mean = tl.sum(b_point, 0) / P  # [BD]
+        if MEANS:
+            i_rope = tl.arange(0, BROPE)
+            p_rotary = latents + D + (first + i_row)[:, None] * row_stride + i_rope[None, :]
+            m_rotary = (i_rope < ROPE)[None, :] & (i_row >= 0)[:, None]
+            b_rotary = tl.sum(tl.load(p_rotary, mask=m_rotary, other=0.0).to(tl.float32), 0) / P  # [BROPE]
+            p_mean = mean + (first // P) * (D + ROPE)
+            tl.store(p_mean + i_dim, b_mean.to(mean.dtype.element_ty), mask=i_dim < D)
+            tl.store(p_mean + D + i_rope, b_rotary.to(mean.dtype.element_ty), mask=i_rope < ROPE)
+        b_away = b_point - b_mean[None, :]  # [P, BD]
         b_from_mean = tl.sum(b_away * b_away, 1)  # [P]
         if P == 2:  # both are equally far; rounding must not break the tie
             b_from_mean = b_from_mean * 0.0

@@ -30,7 +30,9 @@ from .plan import (
     padded_teams,
     power,
     ranked,
+    tiles,
 )
+from .select import TEAMS
 
 if TYPE_CHECKING:
     from latent_santa.paged import PagedRecords, PagedSampling
@@ -78,6 +80,11 @@ class PagedLaunches:
         teams = block_table.shape[1] * records.slots
         k = sampling.teams_per_head
         self.everything = teams <= k or sampling.dense_below > rows
+        k1, parents = sampling.parents_per_head, rows // p
+        first = {}
+        if not self.everything and k1 is not None and parents > k1:
+            first = {"parents": parents, "parents_per_head": k1, "most_teams": r}
+        self.two_stage = bool(first)
         self.shapes = Shapes(
             batch=batch,
             groups=1,
@@ -91,12 +98,14 @@ class PagedLaunches:
             dtype=cache.dtype,
             split=query.dtype == torch.float32 and cache.dtype != torch.float32,
             bits=16,
-            teams_per_head=min(k, teams),
+            teams_per_head=k,
             # no team has more rows than the others of its parent leave
             most_rows=min(heads * k * (p - r + 1), rows),
             processors=processors(cache.device),
             shared_memory=shared_memory(cache.device),
+            **first,
         )
+        self.shapes = self.shapes._replace(teams_per_head=min(k, self.shapes.places))
         self.pooled = sampling.estimator == "pooled"
         self.plan = planned(self.shapes, tuple(scratch.overrides.items()))
         self.buffers = scratch.buffers(sizes_of(self.shapes, self.plan, self.pooled), cache.device)
@@ -107,9 +116,13 @@ class PagedLaunches:
         """The launches before :meth:`attend`, by name and in order."""
         if self.everything:
             return {}
+        if self.two_stage:
+            from .paged_two_stage import TwoStages
+
+            return TwoStages(self).routing()
         return {"route": self.route, "select": self.select, **({"pool": self.pool} if self.pooled else {})}
 
-    def _options(self, warps: int, first: bool = False) -> dict[str, Any]:
+    def options(self, warps: int, first: bool = False) -> dict[str, Any]:
         """As in :class:`.launch.Launches`."""
         return {"num_warps": warps, "launch_pdl": True} if self.early and not first else {"num_warps": warps}
 
@@ -129,97 +142,114 @@ class PagedLaunches:
             "seed": noise_seed(s.seed), "layer": s.layer, "quad": 0 if shared else s.first_head // 4, "SHARED": shared
         }  # fmt: skip
 
-    def _programs(self, tile: int, heads: int = 1) -> int:
-        """Programs that walk over the tiles of so many teams, for each of so many blocks of heads."""
-        return min(self.shapes.batch * ceil_div(self.shapes.teams, tile), max(1, self.walking // heads))
+    def programs(self, most: int, tile: int, heads: int = 1) -> int:
+        """Programs that walk over the requests' tiles, each of them at most ``most`` teams or parents in tiles of
+        ``tile``, for each of so many blocks of heads."""
+        return min(self.shapes.batch * ceil_div(most, tile), max(1, self.walking // heads))
+
+    def scoring(self, keys: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        """Arguments of a launch that scores rows of ``keys``, a latent part and a rotary one ``(..., D_i)``."""
+        s, p = self.shapes, self.plan
+        return {
+            **self._requests(),
+            **self._draws(),
+            "query0": self.query[0],
+            "query1": self.query[1],
+            "latents": keys[0],
+            "rotary": keys[1],
+            "table": self.table,
+            "row": self.records.row,
+            "scale": self.sampling.scale,
+            "query_strides": (self.query[0].stride(0), 0, self.query[0].stride(1)),
+            "row_strides": (0, 0, keys[0].stride(-2)),
+            "table_stride": self.table.stride(0),
+            "WORDS": mask_words(s.heads),
+            "D0": s.dims[0],
+            "D1": s.dims[1],
+            "DC0": min(p.route_dims, power(s.dims[0], 16)),
+            "DC1": min(p.route_dims, power(s.dims[1], 16)),
+            "T": p.route_teams,
+            "HB": p.route_heads,
+            "SPLIT": s.split,
+            "STAGES": p.route_stages,
+            "DTYPE": ELEMENT[s.dtype],
+            "PDL": self.early,
+            "num_stages": p.route_stages,
+        }
 
     def route(self) -> None:
         """Lines 7-8: score the representatives of full blocks and add noise."""
         s, p, b = self.shapes, self.plan, self.buffers
         blocks = ceil_div(s.heads, p.route_heads)
-        paged_route_kernel[(self._programs(p.route_teams, blocks), blocks)](
-            **self._requests(),
-            **self._draws(),
-            query0=self.query[0],
-            query1=self.query[1],
-            latents=self.parts[0],
-            rotary=self.parts[1],
-            table=self.table,
-            row=self.records.row,
+        paged_route_kernel[(self.programs(s.teams, p.route_teams, blocks), blocks)](
+            **self.scoring(self.parts),
             size=self.records.size,
             phi=b["phi"] if self.pooled else b["noisy"],
             noisy=b["noisy"],
             tops=b["tops"],
             flags=b["flags"],
-            scale=self.sampling.scale,
-            query_strides=(self.query[0].stride(0), 0, self.query[0].stride(1)),
-            row_strides=(0, 0, self.parts[0].stride(1)),
-            table_stride=self.table.stride(0),
+            union=b["flags"],
+            team_flags=b["flags"],
             MP=padded_teams(s.teams),
+            TEAMS_PADDED=0,
             B=s.batch,
-            WORDS=mask_words(s.heads),
-            D0=s.dims[0],
-            D1=s.dims[1],
-            DC0=min(p.route_dims, power(s.dims[0], 16)),
-            DC1=min(p.route_dims, power(s.dims[1], 16)),
-            T=p.route_teams,
-            HB=p.route_heads,
             BATCH=power(s.batch),
-            SPLIT=s.split,
             BLOCK=p.block,
-            STAGES=p.route_stages,
-            DTYPE=ELEMENT[s.dtype],
             PHI=self.pooled,
-            PDL=self.early,
-            num_stages=p.route_stages,
-            **self._options(p.route_warps, first=True),
+            EACH=0,
+            **self.options(p.route_warps, first=True),
         )
+
+    def selecting(self, places: int, k: int, block: int, coarse: int) -> dict[str, Any]:
+        """Arguments of a launch that selects ``k`` of so many scores."""
+        p, blocks = self.plan, padded_teams(places) // block
+        sizes, warps = {"NT": 0, "COARSE": 0, "NB": 1, "ROOM": power(k)}, p.select_many_warps
+        if ranked(k, blocks):
+            sizes = {"NT": power(blocks), "COARSE": coarse, "NB": candidate_blocks(k), "ROOM": candidates(k)}
+            warps = p.select_warps
+        return {
+            **self._requests(),
+            **self._draws(),
+            "WANTED": k,
+            "PLACES": padded_teams(places),
+            "WORDS": mask_words(self.shapes.heads),
+            "BLOCK": block,
+            "LANES": min(power(max(blocks, k)), p.select_lanes),
+            **sizes,
+            "POOLED": self.pooled,
+            "PDL": self.early,
+            **self.options(warps),
+        }
 
     def select(self) -> None:
         """Lines 9-11: find every head's threshold, flag its teams and write their corrections."""
         s, p, b = self.shapes, self.plan, self.buffers
-        k, blocks = s.teams_per_head, padded_teams(s.teams) // p.block
-        by_ranks, warps = ranked(k, blocks), p.select_warps
-        if by_ranks:
-            sizes = {
-                "NT": power(blocks),
-                "COARSE": p.coarse,
-                "NB": candidate_blocks(k),
-                "ROOM": candidates(k),
-                "LANES": 1,
-            }
-        else:
-            sizes = {
-                "NT": 0,
-                "COARSE": 0,
-                "NB": 1,
-                "ROOM": power(k),
-                "LANES": min(power(max(blocks, k)), p.select_lanes),
-            }
-            warps = p.select_many_warps
+        nothing = b["flags"]
         paged_select_kernel[(s.heads, s.batch)](
-            **self._requests(),
-            **self._draws(),
+            **self.selecting(s.teams, s.teams_per_head, p.block, p.coarse),
             tops=b["tops"],
             noisy=b["noisy"],
             flags=b["flags"],
+            union=nothing,
             corrections=b["corrections"],
+            places=nothing,
+            listed_teams=nothing,
+            listed_parents=nothing,
+            parent_log_c=nothing,
             blocks=b["blocks"],
             found=b["found"],
             tau=b["tau"],
             kth=b["kth"],
             MP=padded_teams(s.teams),
-            WORDS=mask_words(s.heads),
-            BLOCK=p.block,
-            **sizes,
-            PDL=self.early,
-            **self._options(warps),
+            CP=0,
+            OF=TEAMS,
+            EACH=1,
         )
 
     def pool(self) -> None:
         """One correction per team for all heads (pooled only)."""
         s, p, b = self.shapes, self.plan, self.buffers
-        paged_pool_kernel[(self._programs(p.pool_teams),)](
+        paged_pool_kernel[(self.programs(s.teams, p.pool_teams),)](
             **self._requests(),
             phi=b["phi"],
             tau=b["tau"],
@@ -234,7 +264,7 @@ class PagedLaunches:
             BATCH=power(s.batch),
             SHARED=self.sampling.noise == "shared",
             PDL=self.early,
-            **self._options(4),
+            **self.options(4),
         )
 
     def attend(self) -> None:
@@ -281,7 +311,7 @@ class PagedLaunches:
             STAGES=p.attend_stages,
             PDL=self.early and not self.everything,
             num_stages=p.attend_stages,
-            **self._options(p.attend_warps, first=self.everything),
+            **self.options(p.attend_warps, first=self.everything),
         )
 
     def combine(self, out: Tensor, counts: Tensor) -> None:
@@ -293,15 +323,19 @@ class PagedLaunches:
             part_max=b["part_max"],
             part_sum=b["part_sum"],
             part_rows=b["part_rows"],
+            teams_scored=b["teams_scored"] if self.two_stage else b["part_rows"],
             out=out,
             counts=counts,
             out_strides=out.stride()[:2],
             counts_stride=counts.stride(0),
+            K1=s.parents_per_head,
+            TILES=tiles(s, p) if self.two_stage else 0,
             shares=p.shares,
             V=s.values,
             BV=p.combine_values,
             NS=power(p.shares),
             BS=p.combine_shares,
+            EACH=s.most_teams,
             PDL=self.early,
-            **self._options(p.combine_warps),
+            **self.options(p.combine_warps),
         )

@@ -8,40 +8,55 @@ import triton.language as tl
 from .device import wait
 from .paged_rows import request, tile_at, tiles_before
 from .pool import pooled_correction
-from .select import TEAMS, draw_teams
+from .select import LISTED, PARENTS, draw_teams, mark
 from .select_many import draw_many
 
 
-@triton.jit(do_not_specialize=["seed", "layer", "quad", "K", "dense_below"])
+@triton.jit(do_not_specialize=["seed", "layer", "quad", "K", "dense_below", "WANTED"])
 def paged_select_kernel(
-    tops, noisy, flags, corrections, seq_lens, dense, seed, blocks, found, tau, kth, layer, quad, K, dense_below, MP, H,
-    WORDS, SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr,
-    COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, SHARED: tl.constexpr,
-    PDL: tl.constexpr,
+    tops, noisy, flags, union, corrections, seq_lens, dense, places, listed_teams, listed_parents, parent_log_c, seed,
+    blocks, found, tau, kth, layer, quad, K, dense_below, WANTED, PLACES, MP, CP, H, WORDS, SIZE: tl.constexpr,
+    SLOTS: tl.constexpr, FLAGGED: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr, COARSE: tl.constexpr,
+    NB: tl.constexpr, ROOM: tl.constexpr, LANES: tl.constexpr, OF: tl.constexpr, EACH: tl.constexpr,
+    POOLED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, request) does what :func:`.select.select_kernel` does for a head of a sequence, or with NT of 0
-    :func:`.select_many.select_many_kernel`."""
+    """Program (h, request) selects WANTED teams or parents as :func:`.select.select_kernel` does for a head of a
+    sequence, or with NT of 0 as :func:`.select_many.select_many_kernel`. A parent has EACH teams."""
     i_h = tl.program_id(0)
     i_b = tl.program_id(1)
     n, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
     i_bh = i_b.to(tl.int64) * H + i_h
-    p_noisy = noisy + i_bh * MP
-    p_tops = tops + i_bh * (MP // BLOCK)
+    p_noisy = noisy + i_bh * PLACES
+    p_tops = tops + i_bh * (PLACES // BLOCK)
     p_flags = flags + i_b.to(tl.int64) * WORDS * MP
+    p_union = union + i_b.to(tl.int64) * (MP // 32)
     p_corrections = corrections + i_b.to(tl.int64) * MP * H + i_h
     wait(PDL)
-    if teams > 0:
+    scores = teams
+    if OF == PARENTS:
+        scores = teams // EACH
+    if OF == LISTED:
+        scores = tl.load(places + i_b)
+    if (OF == PARENTS) & (scores <= WANTED):
+        # all parents, c = 1
+        for start in range(0, scores, LANES):
+            i_parent = start + tl.arange(0, LANES)
+            b_log_c = tl.zeros((LANES,), tl.float32)
+            mark(p_flags, p_union, p_corrections, i_parent, i_h, H, MP, b_log_c, i_parent < scores, OF=OF)
+        tl.store(tau + i_bh, float("-inf"))
+        tl.store(kth + i_bh, float("-inf"))
+    elif scores > 0:
         if NT > 0:
             b_kth, b_tau = draw_teams(
-                p_tops, p_noisy, p_flags, flags, p_corrections, blocks + i_bh * NB, found + i_bh * ROOM, teams, seed,
-                n, flags, flags, corrections, layer, quad, K, i_b, i_h, H, MP, MP, 0, BLOCK=BLOCK, NT=NT,
-                COARSE=COARSE, NB=NB, ROOM=ROOM, OF=TEAMS, POOLED=True, SHARED=SHARED,
+                p_tops, p_noisy, p_flags, p_union, p_corrections, blocks + i_bh * NB, found + i_bh * ROOM, scores,
+                seed, n, listed_teams, listed_parents, parent_log_c, layer, quad, WANTED, i_b, i_h, H, PLACES, MP, CP,
+                BLOCK=BLOCK, NT=NT, COARSE=COARSE, NB=NB, ROOM=ROOM, OF=OF, POOLED=POOLED, SHARED=SHARED,
             )  # fmt: skip
         else:
             b_kth, b_tau = draw_many(
-                p_tops, p_noisy, p_flags, flags, p_corrections, blocks + i_bh * (MP // BLOCK), found + i_bh * ROOM,
-                teams, seed, n, flags, flags, corrections, layer, quad, K, i_b, i_h, H, MP, MP, 0, BLOCK=BLOCK,
-                LANES=LANES, OF=TEAMS, POOLED=True, SHARED=SHARED,
+                p_tops, p_noisy, p_flags, p_union, p_corrections, blocks + i_bh * (PLACES // BLOCK),
+                found + i_bh * ROOM, scores, seed, n, listed_teams, listed_parents, parent_log_c, layer, quad, WANTED,
+                i_b, i_h, H, PLACES, MP, CP, BLOCK=BLOCK, LANES=LANES, OF=OF, POOLED=POOLED, SHARED=SHARED,
             )  # fmt: skip
         tl.store(tau + i_bh, b_tau)
         tl.store(kth + i_bh, b_kth)

@@ -7,6 +7,7 @@ Times are medians of paired rounds inside CUDA graphs with a cold L2 cache, in m
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from latent_santa.step import DecodeStep, Draw, Sampling, Suffix
 
 def contiguous_step(size: Size, device: str, dtype: torch.dtype = torch.bfloat16) -> DecodeStep:
     """A synthetic step with all rows but the newest grouped, and one noise key for all sequences."""
-    step = synthetic(size, device=device, dtype=dtype).step
+    step = synthetic(size, device=device, dtype=dtype, parent_summary="mean").step
     keys = tuple(torch.cat((part, part[:, :, :1]), 2) for part in step.rows.keys)
     n = size.context
     draw = Draw(noise_keys(0, [0] * size.batch, device), torch.full((size.batch,), n + 1, device=device), 0)
@@ -54,7 +55,7 @@ class PagedCase:
         self.table = torch.zeros(batch, max(each, table_rows // block_size), dtype=torch.int32, device=device)
         self.table[:, :each] = place
         self.lengths = torch.full((batch,), n, dtype=torch.int32, device=device)
-        self.records = empty_records(shape[0], block_size, 16, 4, device)
+        self.records = empty_records(shape[0], block_size, 16, 4, device, self.cache)
         self.query = torch.cat([part[:, 0] for part in step.query], -1)
         self.newest = place[:, -1] * block_size + (n - 1) % block_size
         self.counts = torch.zeros(batch, 4, dtype=torch.int64, device=device)
@@ -84,6 +85,11 @@ class Method:
         return paged_attention(*self.case.where(self.sampling), self.case.counts, None, self.scratch)
 
 
+def contiguous_sampling(sampling: PagedSampling) -> Sampling:
+    """The same settings for a contiguous cache."""
+    return Sampling(sampling.teams_per_head, sampling.estimator, sampling.noise, sampling.parents_per_head)
+
+
 def checked(want: Any, method: Method) -> float:
     """The largest relative difference of a head's output from the contiguous kernels'; different counts are printed."""
     counts = method.case.counts.zero_()
@@ -96,7 +102,7 @@ def checked(want: Any, method: Method) -> float:
 
 def stages(step: DecodeStep, case: PagedCase, sampling: PagedSampling) -> dict[str, dict[str, Launch]]:
     """The single launches of both, in order."""
-    plain = launches_of(step, Sampling(sampling.teams_per_head, sampling.estimator), Workspace())
+    plain = launches_of(step, contiguous_sampling(sampling), Workspace())
     paged = PagedLaunches(*case.where(sampling), PagedScratch())
     out = torch.empty_like(case.query[..., : case.rank])
     return {
@@ -112,36 +118,43 @@ def measured(args: argparse.Namespace, clock: Any, batch: int, step: DecodeStep)
         cases[f"{args.blocks[0]} wide"] = PagedCase(step, args.blocks[0], args.wide)
     found: dict[str, Any] = {"batch": batch, "rows": step.rows.length, "heads": args.heads, "k": args.k}
     methods: dict[str, Launch] = {}
-    for estimator in args.estimators:
-        sampling = PagedSampling(
-            teams_per_head=args.k, estimator=estimator, heads_in_model=args.heads, scale=step.scale
-        )
-        workspace, sampled = Workspace(), Sampling(args.k, estimator)
+    alive: list[object] = []  # a graph does not keep the scratch that it was captured with
+    for estimator, k1 in itertools.product(args.estimators, (None, *args.parents)):
+        fields = {"teams_per_head": args.k, "heads_in_model": args.heads, "scale": step.scale}
+        sampling = PagedSampling(estimator=estimator, parents_per_head=k1, **fields)
+        setting = estimator if k1 is None else f"{estimator} K1={k1}"
+        workspace, sampled = Workspace(), contiguous_sampling(sampling)
         want = sampled_attention(step, sampled, workspace)
 
         def contiguous(sampled: Sampling = sampled, workspace: Workspace = workspace) -> object:
             return sampled_attention(step, sampled, workspace)
 
-        methods[f"{estimator}: contiguous"] = clock.captured(contiguous)
+        methods[f"{setting}: contiguous"] = clock.captured(contiguous)
+        alive.append(workspace)
         for name, case in cases.items():
-            method = Method(case, sampling)
-            found[f"difference {estimator} {name}"] = checked(want, method)
-            methods[f"{estimator}: blocks of {name}"] = clock.captured(method)
-            methods[f"{estimator}: blocks of {name}, grouping"] = clock.captured(Method(case, sampling, True))
-            for n in args.programs:
-                varied = Method(case, sampling, scratch=PagedScratch(programs=n))
-                methods[f"{estimator}: blocks of {name}, {n} programs"] = clock.captured(varied)
+            variants = {"": Method(case, sampling), ", grouping": Method(case, sampling, True)}
+            if k1 is None:
+                many = {n: Method(case, sampling, scratch=PagedScratch(programs=n)) for n in args.programs}
+                variants |= {f", {n} programs": method for n, method in many.items()}
+            found[f"difference {setting} {name}"] = checked(want, variants[""])
+            for variant, method in variants.items():
+                methods[f"{setting}: blocks of {name}{variant}"] = clock.captured(method)
+            alive.append(variants)
     times = clock.paired(methods)
     found["times"] = {name: statistics.median(medians) for name, medians in times.items()}
     found["rounds"] = times
-    if args.stages:
-        found["stages"] = {}
-        sampling = PagedSampling(teams_per_head=args.k, heads_in_model=args.heads, scale=step.scale)
+    found["stages"] = {}
+    for k1 in (None, *args.parents[:1]) if args.stages else ():
+        sampling = PagedSampling(
+            teams_per_head=args.k, heads_in_model=args.heads, scale=step.scale, parents_per_head=k1
+        )  # fmt: skip
         for name, launches in stages(step, cases[str(args.blocks[0])], sampling).items():
             for launch in launches.values():  # what a launch reads must have been written
                 launch()
             timed = clock.paired({stage: clock.captured(launch) for stage, launch in launches.items()}, in_order=True)
-            found["stages"][name] = {stage: statistics.median(medians) for stage, medians in timed.items()}
+            found["stages"][name if k1 is None else f"{name} K1={k1}"] = {
+                stage: statistics.median(medians) for stage, medians in timed.items()
+            }
     return found
 
 
@@ -152,7 +165,7 @@ def show(found: dict[str, Any]) -> None:
     print("  differences: " + ", ".join(differences))
     for name, time in found["times"].items():
         print(f"  {name:48s} {time:8.1f} {time / found['times'][name.split(':')[0] + ': contiguous']:6.2f}")
-    for name, timed in found.get("stages", {}).items():
+    for name, timed in found["stages"].items():
         print(f"  {name}:" + "".join(f" {stage} {time:.1f}" for stage, time in timed.items()), flush=True)
 
 
@@ -163,6 +176,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["1x32768"], metavar="BxN", help="requests x rows of each")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--k", type=int, default=32, help="K, teams per head")
+    parser.add_argument("--parents", type=int, nargs="*", default=[], help="K1 of two stages, to time as well")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 64], help="rows of a block")
     parser.add_argument("--estimators", nargs="+", default=["per_head", "pooled"], choices=["per_head", "pooled"])
     parser.add_argument("--programs", type=int, nargs="*", default=[], help="routing programs per processor to try")

@@ -40,18 +40,24 @@ def compare(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
     [
         ({"block_size": 16}, 1e-2),
         ({"block_size": 64, "query_dtype": FULL}, 3e-5),
-        ({"block_size": 64, "heads": 128}, 1e-2),
+        ({"block_size": 64, "heads": 128, "seed": 2}, 1e-2),  # seed 0 has two scores 1e-6 apart at a threshold
         ({"block_size": 16, "heads": 4, "first_head": 8, "heads_in_model": 16, "query_dtype": FULL}, 3e-5),
         ({"block_size": 16, "heads": 4, "rank": 96, "rope": 16, "dtype": HALF}, 2e-3),
         ({"block_size": 64, "heads": 6, "rank": 20, "rope": 8, "dtype": FULL, "scale": 0.3}, 3e-5),
         ({"block_size": 16, "teams_per_head": 180}, 1e-2),
+        ({"block_size": 16, "parents_per_head": 16}, 1e-2),
+        ({"block_size": 64, "parents_per_head": 70, "query_dtype": FULL}, 3e-5),
     ],
-    ids=["16", "64-float32", "128 heads", "4 of 16 heads", "half", "small", "many"],
+    ids=["16", "64-float32", "128 heads", "4 of 16 heads", "half", "small", "many", "two stages", "two stages of one"],
 )
 def test_kernels_are_the_twin(settings: dict[str, Any], tolerance: float, noise: str, estimator: str) -> None:
     case, twin = both(**settings, noise=noise, estimator=estimator)
     for name in ("team", "row", "size"):
         assert torch.equal(getattr(case.records, name).cpu(), getattr(twin.records, name)), name
+    if twin.records.mean is not None:  # float32 sums in another order may round to the next bfloat16
+        mean = twin.records.mean.float()
+        assert float((case.records.mean.cpu().float() - mean).abs().max()) <= float(mean.abs().max()) / 128
+        twin = replace(twin, records=replace(twin.records, mean=case.records.mean.cpu()))
     got, counts = case.run()
     want, expected = replace(twin, query=twin.query.float()).run()
     assert torch.equal(counts.cpu(), expected)
@@ -82,23 +88,24 @@ def test_a_wide_table_and_another_batch_change_no_team() -> None:
         compare(alone, want[b : b + 1].cpu().float(), 1e-2)
 
 
-@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
-def test_a_graph_serves_steps_that_grow_over_block_borders(estimator: str) -> None:
+@pytest.mark.parametrize("settings", [{}, {"estimator": "pooled"}, {"parents_per_head": 16}])
+def test_a_graph_serves_steps_that_grow_over_block_borders(settings: dict[str, Any]) -> None:
     """One graph groups and attends while requests grow over borders and past ``dense_below``, bit for bit the same."""
-    case, _ = both(lengths=(2990, 890, 40), estimator=estimator, columns=4)
+    case, _ = both(lengths=(2990, 890, 40), columns=4, **settings)
     size, steps, batch = case.records.block_size, 40, 3
     table = case.block_table.clone()
     spare = [block for block in range(case.cache.shape[0]) if block not in set(table.flatten().tolist())]
     spare += list(range(case.cache.shape[0], case.cache.shape[0] + 12))
     cache = torch.cat((case.cache, torch.zeros_like(case.cache[:12])))
-    records = paged.empty_records(cache.shape[0], size, 16, 4, "cuda")
-    for name in ("team", "row", "size"):
+    names = ("team", "row", "size", "mean")
+    records = paged.empty_records(cache.shape[0], size, 16, 4, "cuda", cache)
+    for name in names[: 3 if case.records.mean is None else 4]:
         getattr(records, name)[: case.cache.shape[0]] = getattr(case.records, name)
     lengths, taken = case.seq_lens.tolist(), iter(spare)
     for b, n in enumerate(lengths):
         for column in range(-(-n // size), -(-(n + steps) // size)):
             table[b, column] = next(taken)
-    copies = {name: getattr(records, name).clone() for name in ("team", "row", "size")}
+    copies = {name: getattr(records, name).clone() for name in names}
     plain = replace(records, **copies)
     query, seq_lens = case.query.clone(), case.seq_lens.clone()
     slots, out = torch.full((batch,), -1, device="cuda"), torch.empty_like(query[..., : case.rank])
@@ -127,10 +134,10 @@ def test_a_graph_serves_steps_that_grow_over_block_borders(estimator: str) -> No
         assert torch.equal(out, step(plain, "plain", None))
     assert torch.equal(counts["graph"], counts["plain"]) and bool((counts["graph"][:, 2:] > 0).any(1).all())
     assert int(counts["graph"][1, 3]) > 0 and int(counts["graph"][1, 0]) > 0  # it was short, then sampled
-    for name in ("team", "row", "size"):
+    for name in names:
         assert torch.equal(getattr(records, name), getattr(plain, name))
     rows = [cache[table[b, : -(-int(n) // size)].long()].flatten(0, 1)[: int(n)] for b, n in enumerate(seq_lens)]
-    moved = {name: getattr(records, name).cpu() for name in ("team", "row", "size")}
+    moved = {name: getattr(records, name).cpu() for name in names}
     twin = Paged(
         query.float().cpu(), rows, cache.cpu(), replace(records, **moved), table.cpu(), seq_lens.cpu(), case.sampling,
         case.rank,
