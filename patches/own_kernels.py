@@ -124,6 +124,7 @@ def _mla(module: Any, base: Any) -> Forward | None:
     parts = ("kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
     if not all(hasattr(module, name) for name in parts) or not hasattr(base, "rotary_emb"):
         return None
+    from latent_santa.kernels.linear import linear, plain
     from latent_santa.kernels.mla_inputs import Angles, mla_inputs
 
     norm, original = module.kv_a_layernorm, module.forward
@@ -142,11 +143,15 @@ def _mla(module: Any, base: Any) -> Forward | None:
 
     def inputs(states: Tensor, embeddings: Any, rows: tuple[Tensor, Tensor] | None, place: Tensor | None) -> Any:
         """Query states ``(B, H, 1, nope + rope)``, and the rows, into which a new one was written."""
-        if module.q_lora_rank is None:
-            query = module.q_proj(states)
+        first, last = module.q_proj if module.q_lora_rank is None else module.q_a_proj, module.kv_a_proj_with_mqa
+        if plain(states[:, 0], first, last):
+            both = linear(states[:, 0], first.weight, last.weight)
+            query, compressed = both.split((first.out_features, last.out_features), -1)
         else:
-            query = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(states)))
-        query, compressed = query.view(len(states), -1, width), module.kv_a_proj_with_mqa(states)[:, 0]
+            query, compressed = first(states)[:, 0], last(states)[:, 0]
+        if module.q_lora_rank is not None:
+            query = module.q_b_proj(module.q_a_layernorm(query))
+        query = query.unflatten(-1, (-1, width))
         if rows is None:
             rows = tuple(states.new_empty(len(states), 1, 1, n) for n in (rank, rope))  # type: ignore[assignment]
         assert rows is not None
@@ -168,7 +173,8 @@ def _mla(module: Any, base: Any) -> Forward | None:
             query, *new = inputs(states, embeddings, None, None)
             rows = cache.update(*new, module.layer_idx)
         out, _ = patched(query, *rows, None, scaling=module.scaling)
-        return module.o_proj(out.reshape(len(states), 1, -1)), None
+        out, project = out.reshape(len(states), -1), module.o_proj
+        return (linear(out, project.weight) if plain(out, project) else project(out))[:, None], None
 
     weight = module.kv_a_proj_with_mqa.weight
     states, place = _states(weight, 1), torch.full((1, 1), 5, device=weight.device)
