@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import QuantizedLayer
+from transformers import DynamicCache
 from transformers.models.qwen2.modeling_qwen2 import ALL_ATTENTION_FUNCTIONS, Qwen2Attention  # noqa: F401 (Looped and Twice need both here)
 
 import latent_santa
@@ -25,8 +24,6 @@ from .tiny_models import (
     GROUPED,
     LATENT,
     assert_same,
-    cache_name,
-    filled_cache,
     generate,
     prompt,
     scaled_up,
@@ -276,68 +273,6 @@ def test_up_projection_that_is_not_linear():
         old = layer.self_attn.kv_b_proj
         layer.self_attn.kv_b_proj = nn.Linear(old.in_features, old.out_features, bias=True)
     refused(scaled_up(model), "absorbed scores differ from expand_kv's", "kv_b_proj (Linear)")
-
-
-class Quantised(QuantizedLayer):
-    def _quantize(self, tensor, axis):
-        return tensor
-
-    def _dequantize(self, tensor):
-        return tensor
-
-
-def quantised_cache(model):
-    cache = DynamicCache()
-    cache.layers = [Quantised() for _ in range(2)]
-    return cache
-
-
-CACHES = {
-    "static": (
-        lambda model: StaticCache(config=model.config, max_cache_len=64),
-        "StaticCache whose layer 0 is a StaticLayer",
-    ),
-    "offloaded": (lambda model: DynamicCache(config=model.config, offloading=True), "offloaded DynamicCache"),
-    "quantised": (quantised_cache, "whose layer 0 is a Quantised"),
-    "tuple": (lambda model: object(), "type object"),
-}
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_caches_of_other_kinds(model, kind, monkeypatch):
-    if kind == "offloaded":  # it makes a stream of its own, which a CPU build of torch has not
-        cache = DynamicCache(config=model.config)
-        cache.offloading = True
-    else:
-        cache = CACHES[kind][0](model)
-    wanted = generate(model, prompt(30))
-    kinds = [type(layer) for layer in getattr(cache, "layers", [])]
-    with latent_santa.patch(model, **SMALL) as santa:
-        with pytest.raises(NotImplementedError) as caught, torch.no_grad():
-            model.model(prompt(30), use_cache=True, **{cache_name(model): cache})
-        assert CACHES[kind][1] in str(caught.value) and "supported is DynamicCache" in str(caught.value)
-        assert [type(layer) for layer in getattr(cache, "layers", [])] == kinds
-        generate(model, prompt(30))
-        assert santa.sparse_calls == 6
-    assert_same(generate(model, prompt(30)), wanted, 0)
-
-
-def test_static_cache_through_generate(model):
-    with (
-        latent_santa.patch(model, **SMALL),
-        pytest.raises(NotImplementedError, match="cache_implementation='static': supported is DynamicCache"),
-    ):
-        generate(model, prompt(30), cache_implementation="static")
-
-
-def test_a_cache_with_one_foreign_layer_is_left_as_it_is(model):
-    cache = filled_cache(model, prompt(20))
-    cache.layers[1] = Quantised()
-    first = cache.layers[0]
-    with latent_santa.patch(model, **SMALL), pytest.raises(NotImplementedError, match="layer 1 is a Quantised"):
-        with torch.no_grad():
-            model(prompt(1), **{cache_name(model): cache})
-    assert cache.layers[0] is first
 
 
 def test_output_attentions(model):
