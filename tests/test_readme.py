@@ -109,6 +109,13 @@ def test_the_long_generation_is_that_of_the_kept_run():
     assert wanted in " ".join(TEXT.split())
 
 
+def test_the_table_of_vllm_is_the_one_that_the_command_prints(capsys):
+    from latent_santa.eval.cli import main
+
+    assert main(["bench", "vllm", "--table", str(ROOT / "eval/results/vllm/bench.jsonl")]) == 0
+    assert capsys.readouterr().out.strip() in TEXT
+
+
 def test_the_table_of_whole_steps_is_the_one_that_the_command_prints(capsys):
     from latent_santa.eval.cli import main
 

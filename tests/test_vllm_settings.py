@@ -25,7 +25,8 @@ def test_environment_and_additional_configuration() -> None:
         ({"BUDGET": "0"}, "budget=0: must be at least 1"),
         ({"BUDGETS": "1"}, r"unknown setting budgets: vLLM's plugin has budget, .*LATENT_SANTA_NAME"),
         ({"ESTIMATOR": "mean"}, "estimator='mean': must be one of 'per_head', 'pooled'"),
-        ({"ROUTING": "two_stage"}, "routing='two_stage'"),
+        ({"ROUTING": "three_stage"}, "routing='three_stage': must be one of 'one_stage', 'two_stage'"),
+        ({"PARENTS_PER_HEAD": "0"}, "parents_per_head=0: must be at least 1"),
         ({"DENSE_BELOW": "-1"}, "dense_below='-1': must be a non-negative int"),
         ({"LOG_SECONDS": "often"}, "log_seconds='often': must be a non-negative float"),
     ],
@@ -33,6 +34,12 @@ def test_environment_and_additional_configuration() -> None:
 def test_wrong_settings_are_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read({f"LATENT_SANTA_{name}": value for name, value in environment.items()})
+
+
+def test_two_stages() -> None:
+    found = read({"LATENT_SANTA_ROUTING": "two_stage", "LATENT_SANTA_PARENTS_PER_HEAD": "32"})
+    assert found.parents == 32 and "two stages K1=32" in found.line()
+    assert read({}).parents is None and "one stage" in read({}).line()
 
 
 def test_additional_configuration_must_hold_names() -> None:

@@ -41,14 +41,19 @@ class Setting:
     """How decoding is done.
 
     Attributes:
-        name: as on the command line: ``dense``, ``dense:SPLITS``, ``own_dense``, ``per_head:S``, ``pooled:S``.
+        name: as on the command line: ``dense``, ``dense:SPLITS``, ``own_dense``, ``per_head:S``, ``pooled:S``, and
+            ``per_head+two_stage:S``, ``pooled+two_stage:S``.
         splits: most splits of a row in vLLM's dense kernel inside a graph; 0 is vLLM's default.
         budget: S, or 0 where nothing is sampled.
+        estimator: of a sampled setting.
+        two_stage: whether parents are sampled first.
     """
 
     name: str
     splits: int = 0
     budget: int = 0
+    estimator: str = "per_head"
+    two_stage: bool = False
 
     @property
     def platform(self) -> bool:
@@ -64,18 +69,21 @@ class Setting:
             return cls(word, splits=value)
         if word == "own_dense":
             return cls(word)
-        if name in ("per_head", "pooled") and value:
-            return cls(word, budget=value)
-        raise ValueError(f"{word!r}: must be dense, dense:SPLITS, own_dense, per_head:S or pooled:S")
+        estimator, plus, stages = name.partition("+")
+        if estimator in ("per_head", "pooled") and value and plus + stages in ("", "+two_stage"):
+            return cls(word, budget=value, estimator=estimator, two_stage=bool(plus))
+        raise ValueError(f"{word!r}: must be dense, dense:SPLITS, own_dense, ESTIMATOR:S or ESTIMATOR+two_stage:S")
 
 
 class Engine:
     """vLLM in this process, with random weights, and the settings it can be switched to."""
 
-    def __init__(self, config: dict[str, Any], folder: Path, length: int, sequences: int, options: dict[str, Any]):
+    def __init__(self, config: dict[str, Any], folder: Path, length: int, sequences: int, options: dict[str, Any],
+                 two_stage: bool = False):  # fmt: skip
         os.environ.update(
             HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
             LATENT_SANTA_BUDGET=str(BUDGET), LATENT_SANTA_LOG_SECONDS="0",
+            LATENT_SANTA_ROUTING="two_stage" if two_stage else "one_stage",
         )  # fmt: skip
         from latent_santa.vllm_plugin import register
 
@@ -91,7 +99,8 @@ class Engine:
         self.runner = core.engine_core.model_executor.driver_worker.model_runner
         self.builder = self.runner.attn_groups[0][0].get_metadata_builder(0)
         manager = getattr(self.runner, "cudagraph_manager", None)
-        self._graphs: dict[str, Any] = {} if manager is None else {f"per_head:{BUDGET}": manager.graphs}
+        first = f"per_head{'+two_stage' if two_stage else ''}:{BUDGET}"
+        self._graphs: dict[str, Any] = {} if manager is None else {first: manager.graphs}
         self.steps: list[tuple[float, int]] = []
         answer = core.get_output
 
@@ -108,6 +117,11 @@ class Engine:
         cache = self.llm.llm_engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks) * int(cache.block_size)
 
+    def totals(self) -> dict[str, Any]:
+        """What the ledger has counted."""
+        found: dict[str, Any] = self.builder.ledger.as_dict()["totals"]
+        return found
+
     def use(self, setting: Setting) -> None:
         """Decode like this from now on; captures graphs the first time."""
         builder, manager = self.builder, getattr(self.runner, "cudagraph_manager", None)
@@ -119,10 +133,11 @@ class Engine:
             builder.max_num_splits = attention.flash_attn_max_num_splits_for_cuda_graph
         for sampler in builder.samplers.values():
             below = 0 if setting.budget else 1 << 30
-            estimator = setting.name.partition(":")[0] if setting.budget else "per_head"
             sampler.sampling = replace(
-                sampler.sampling, dense_below=below, estimator=estimator, teams_per_head=max(1, setting.budget // 4)
-            )
+                sampler.sampling, dense_below=below, estimator=setting.estimator,
+                teams_per_head=max(1, setting.budget // 4),
+                parents_per_head=builder.settings.config.parents_per_head if setting.two_stage else None,
+            )  # fmt: skip
         if manager is None or not manager.needs_capture():
             return
         if setting.name not in self._graphs:
@@ -160,6 +175,19 @@ class Engine:
         return [1e3 * (late[0] - early[0]) for early, late in pairs if early[1] == late[1] == batch]
 
 
+def facts(engine: Engine, small: bool) -> dict[str, Any]:
+    """What a run's numbers rest on."""
+    import torch
+    import vllm
+
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    return {
+        "vllm": vllm.__version__, "torch": torch.__version__, "shape": "tiny" if small else "deepseek-v2-lite",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "weights": "random",
+        "block_size": cache.block_size, "cached_tokens": engine.cached_tokens(),
+    }  # fmt: skip
+
+
 def step_times(
     engine: Engine, points: Sequence[tuple[int, int]], settings: Sequence[Setting], tokens: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
@@ -168,16 +196,19 @@ def step_times(
         prompts = engine.prompts(batch, context)
         prefill = engine.prefill(prompts)
         gaps: dict[str, list[float]] = {setting.name: [] for setting in settings}
+        read: dict[str, float | None] = {}
         for turn in range(repeats + 1):  # the first warms up
             for setting in settings:
                 engine.use(setting)
+                before = engine.totals()
                 engine.generate(prompts, tokens if turn else 9, seed=turn)
+                read[setting.name] = None if setting.platform else _percent(before, engine.totals())
                 if turn:
                     gaps[setting.name] += engine.gaps(batch)
         for name, found in gaps.items():
             yield {
                 "batch": batch, "context": context, "setting": name, "prefill_s": round(prefill, 2),
-                "steps": len(found), "step_ms": _median(found),
+                "steps": len(found), "step_ms": _median(found), "rows_read_percent": read[name],
             }  # fmt: skip
 
 
@@ -203,6 +234,15 @@ def mixed_load(
             "requests": requests, "shortest": min(lengths), "longest": max(lengths), "setting": setting.name,
             "tokens_per_second": round(requests * tokens / seconds, 1), "step_ms": _median(engine.gaps(requests)),
         }  # fmt: skip
+
+
+def _percent(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Rows read between two looks at the ledger, in percent of dense's."""
+    read, dense = (
+        sum(after[name] - before[name] for name in names)
+        for names in (("routing", "union", "suffix", "dense_rows"), ("dense",))
+    )
+    return round(100 * read / dense, 1) if dense else None
 
 
 def _median(found: Sequence[float]) -> float | None:

@@ -25,7 +25,8 @@ def add_parser(subparsers: Any) -> None:
             "graphs of its own. A step is the median gap between two engine steps that both brought a token for every "
             "sequence.\n\n"
             "A setting is dense (vLLM's own dense kernel), dense:SPLITS (with more splits of a row than the 32 that "
-            "vLLM takes in graphs), own_dense (this project's kernel over all rows), per_head:S or pooled:S."
+            "vLLM takes in graphs), own_dense (this project's kernel over all rows), per_head:S or pooled:S, or one of "
+            "these with +two_stage before the colon (K1 = 64)."
         ),
         formatter_class=options.Help,
     )
@@ -42,13 +43,16 @@ def add_parser(subparsers: Any) -> None:
     add("--distinct", type=options.positive, default=8, help="sequences that the mixed load's prompts begin")
     add("--small", action="store_true", help="two narrow layers: shows on a CPU that the command works")
     add("--out", type=options.path, metavar="FILE", help="write every row there, as JSON lines")
+    add("--table", type=options.path, metavar="FILE", help="measure nothing: print the table of an earlier run's --out")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start the engine once, measure point by point, and print each row as it comes."""
-    from latent_santa.eval.bench.vllm import LITE, TINY, Engine, Setting, mixed_load, step_times
+    from latent_santa.eval.bench.vllm import LITE, TINY, Engine, Setting, facts, mixed_load, step_times
 
+    if args.table:
+        return _table(args.table)
     try:
         settings = [Setting.parse(word) for word in args.settings]
     except ValueError as error:
@@ -71,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
         }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         room = max(args.tokens, args.mixed_tokens) + 63
-        engine = Engine(TINY if args.small else LITE, Path(folder), longest + room, sequences, chosen)
-        print(f"the paged cache holds {engine.cached_tokens():,} tokens", flush=True)
+        engine = Engine(TINY if args.small else LITE, Path(folder), longest + room, sequences, chosen,
+                        any(setting.two_stage for setting in settings))  # fmt: skip
+        _print([facts(engine, args.small)], args.out)
         rows = step_times(engine, args.points, settings, args.tokens, args.repeats)
         _print(rows, args.out)
         if args.mixed:
@@ -87,6 +92,16 @@ def _print(rows: Any, out: Path | None) -> None:
         if out:
             with out.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(row) + "\n")
+
+
+def _table(path: Path) -> int:
+    from latent_santa.eval.bench.vllm_report import read, table
+
+    try:
+        print(table(read(path)), end="")
+    except ValueError as error:
+        raise EvalError(f"--table: {error}") from error
+    return 0
 
 
 def _point(word: str) -> tuple[int, int]:

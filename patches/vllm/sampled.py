@@ -130,11 +130,13 @@ class SampledBuilder:
             first_head=get_tensor_model_parallel_rank() * heads,
             heads_in_model=get_tensor_model_parallel_world_size() * heads,
             dense_below=self.settings.dense_below,
+            parents_per_head=self.settings.parents,
             parent_size=p,
             representatives=r,
             scale=layer.scale,
         )
-        records = empty_records(cache.shape[0], cache.shape[1], p, r, cache.device)
+        means_of = None if self.settings.parents is None else cache
+        records = empty_records(cache.shape[0], cache.shape[1], p, r, cache.device, means_of)
         return Sampler(cache, records, sampling, self.ledger.counts, self.dense)
 
     def _before_step(self, step: Any, decodes: int) -> None:

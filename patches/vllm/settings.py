@@ -13,7 +13,7 @@ from latent_santa.vllm_plugin import PREFIX
 KEY = "latent_santa"
 # vLLM's internals move monthly: these versions have been run, each on its kind of device
 VERSIONS = {"cuda": "0.26.0", "cpu": "0.32.0"}
-METHOD = ("budget", "estimator", "noise", "routing", "seed", "parent_size", "representatives")
+METHOD = ("budget", "estimator", "noise", "routing", "parents_per_head", "seed", "parent_size", "representatives")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Settings:
     """What the backend does.
 
     Attributes:
-        config: budget, estimator, noise, routing, seed, P and R, with contiguous parents.
+        config: budget, estimator, noise, routing, K1, seed, P and R, with contiguous parents.
         dense_below: requests with fewer rows attend to all of them.
         ledger: where the row counts go as JSON, one file per rank; empty for none.
         log_seconds: how often a line of the row counts goes into vLLM's log while it decodes; 0 for never.
@@ -32,12 +32,17 @@ class Settings:
     ledger: str = ""
     log_seconds: float = 10.0
 
+    @property
+    def parents(self) -> int | None:
+        """K1 of two stages, or None for one."""
+        return self.config.parents_per_head if self.config.routing == "two_stage" else None
+
     def line(self) -> str:
         """One line for the log."""
-        c = self.config
+        c, stages = self.config, "one stage" if self.parents is None else f"two stages K1={self.parents}"
         return (
             f"SANTA++ S={c.budget} (K={c.teams_per_head} teams per head), {c.estimator}, contiguous {c.parent_size}/"
-            f"{c.representatives}, {c.noise} noise, seed {c.seed}, requests below {self.dense_below} rows dense"
+            f"{c.representatives}, {stages}, {c.noise} noise, seed {c.seed}, below {self.dense_below} rows dense"
         )
 
 
@@ -63,8 +68,6 @@ def read(environment: Mapping[str, str] = os.environ, additional: Any = None) ->
         )
     method = {name: _plain(name, value) for name, value in given.items() if name in METHOD}
     config = SantaConfig(parents="contiguous", first_token="dense", **method)
-    if config.routing != "one_stage":
-        raise ValueError(f'routing={config.routing!r}: must be "one_stage", the only routing over vLLM\'s paged cache')
     rest = {name: value for name, value in given.items() if name in own}
     for name, kind in (("dense_below", int), ("log_seconds", float)):
         if name in rest:

@@ -114,6 +114,29 @@ def test_chunks_and_shared_prefixes_change_no_token(
     assert not found["preempted"]
 
 
+def test_two_stages_route_fewer_rows(engine: Run, prompts: list[list[int]], alone: dict[str, Any]) -> None:
+    settings = SMALL | {"LATENT_SANTA_ROUTING": "two_stage", "LATENT_SANTA_PARENTS_PER_HEAD": "1"}
+    found = engine([*([one] for one in asked(prompts)), asked(prompts)], settings, **PLAIN)
+    *single, together = (tokens(batch) for batch in found["answers"])
+    assert [one[0] for one in single] == together
+    one_stage, two_stages = alone["ledger"]["totals"], found["ledger"]["totals"]
+    assert two_stages["suffix"] == one_stage["suffix"] and two_stages["dense_rows"] == 0
+    assert two_stages["routing"] < 0.8 * one_stage["routing"]
+
+
+def test_speculated_tokens_are_left_to_vllm_and_counted(
+    engine: Run, prompts: list[list[int]], own: list[list[int]]
+) -> None:
+    guess = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    found = engine([asked(prompts[:1])], FULL, speculative_config=guess, **PLAIN)
+    assert tokens(found["answers"][0]) == own[:1]
+    ledger = found["ledger"]
+    (left,) = ledger["unsampled"].values()
+    assert 0 < left["steps"] <= ledger["engine_steps"]
+    # a step of three tokens reads the rows of a step of one three times
+    assert left["rows"] <= 3 * left["steps"] * LAYERS * (len(prompts[0]) + TOKENS)
+
+
 def test_a_preempted_request_goes_on_as_if_its_tokens_were_its_prompt(
     engine: Run, prompts: list[list[int]], alone: dict[str, Any]
 ) -> None:
