@@ -29,7 +29,7 @@ from .plan import (
 )
 from .pool import pool_kernel
 from .route import route_kernel
-from .scoring import ELEMENT, route_tiles, scoring
+from .scoring import ELEMENT, route_coded, scoring
 from .select import TEAMS, select_kernel
 from .select_many import select_many_kernel
 from .support import two_stages
@@ -142,12 +142,14 @@ class Launches:
 
     def route(self) -> None:
         """Lines 7-8: score the representatives and add noise."""
-        if self.plan.route_programs:
-            return route_tiles(self)
+        if self.shapes.bits < 16:
+            return route_coded(self)
         s, p, b, teams = self.shapes, self.plan, self.buffers, self.teams
         padded, nothing = padded_teams(s.teams), b.union
         route_kernel[(ceil_div(s.teams, p.route_teams), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
             **scoring(self, teams.routing_keys),
+            SPLIT=s.split,
+            DTYPE=ELEMENT[s.dtype],
             spread0=nothing,
             spread1=nothing,
             sizes=teams.sizes,

@@ -14,7 +14,7 @@ from .launch import Launches
 from .plan import padded_teams, power, tiles
 from .route import route_kernel
 from .route_listed import route_listed_kernel
-from .scoring import scoring
+from .scoring import ELEMENT, scoring
 from .select import LISTED, PARENTS
 
 
@@ -45,6 +45,8 @@ class TwoStageLaunches(Launches):
         spread = parents.spread or (parents.sizes,)
         route_kernel[(ceil_div(s.parents, p.route_teams), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
             **scoring(self, parents.keys),
+            SPLIT=s.split,
+            DTYPE=ELEMENT[s.dtype],
             spread0=spread[0],
             spread1=spread[-1],
             sizes=parents.sizes.contiguous(),
@@ -101,6 +103,8 @@ class TwoStageLaunches(Launches):
         s, p, b = self.shapes, self.plan, self.buffers
         route_listed_kernel[(tiles(s, p), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
             **scoring(self, self.teams.routing_keys),
+            SPLIT=s.split,
+            DTYPE=ELEMENT[s.dtype],
             sizes=self.teams.sizes,
             of_team=self._of_team,
             parent_count=self.parents.count,

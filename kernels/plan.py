@@ -81,7 +81,6 @@ class Plan:
     route_heads: int = 16
     route_dims: int = 64
     route_programs: int = 0
-    route_ahead: bool = False
     route_registers: int = 0
     route_stages: int = 4
     route_warps: int = 4

@@ -1,4 +1,4 @@
-"""What the launches that score routing keys have in common, and the launch of many tiles per program."""
+"""What the launches that score routing keys have in common, and the launch for keys in codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from latent_santa.integers import ceil_div
 from latent_santa.routing_keys import RoutingKeys
 
 from .plan import mask_words, padded_teams, power
-from .route_tiles import route_tiles_kernel
+from .route_coded import route_coded_kernel
 
 if TYPE_CHECKING:
     from .launch import Launches
@@ -48,20 +48,18 @@ def scoring(launches: Launches, keys: tuple[RoutingKeys, ...]) -> dict[str, Any]
         "T": p.route_teams,
         "HB": p.route_heads,
         "LATENT": s.latent,
-        "SPLIT": s.split,
         "SHARED": launches.sampling.shared,
         "BITS": 16 if first.scales is None else first.bits,
         "STAGES": p.route_stages,
-        "DTYPE": ELEMENT[s.dtype],
         "PDL": launches.early,
         "num_stages": p.route_stages,
     }
 
 
-def route_tiles(launches: Launches) -> None:
-    """:meth:`.launch.Launches.route` by :mod:`.route_tiles`."""
+def route_coded(launches: Launches) -> None:
+    """:meth:`.launch.Launches.route` where the routing keys are codes."""
     s, p, b, teams = launches.shapes, launches.plan, launches.buffers, launches.teams
-    route_tiles_kernel[(p.route_programs, ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
+    route_coded_kernel[(p.route_programs, ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
         **scoring(launches, teams.routing_keys),
         sizes=teams.sizes,
         count=teams.count,
@@ -74,7 +72,6 @@ def route_tiles(launches: Launches) -> None:
         MP=padded_teams(s.teams),
         BLOCK=p.block,
         PHI=launches.sampling.pooled,
-        PREFETCH=p.route_ahead,
         **({"maxnreg": p.route_registers} if p.route_registers else {}),
         **launches.options(p.route_warps, first=True),
     )
@@ -85,7 +82,7 @@ def _dims_at_once(launches: Launches, keys: RoutingKeys) -> int:
     dims, plan = keys.shape[-1], launches.plan
     if keys.bits == 4:
         return keys.group
-    if keys.scales is not None or plan.route_programs:
+    if keys.scales is not None:
         return min(dims & -dims, 128)
     return min(plan.route_dims, power(dims, 16))
 
