@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 # small blocks, so that small cases have several of everything, and programs that walk over several tiles
 SMALL = {"route_teams": 16, "attend_rows": 16, "lanes": 32, "shares": 2, "combine_shares": 2, "pool_teams": 16}
-LENGTHS = (70, 0, 90)
+LENGTHS = (70, 0, 85)
 
 
 def run(case: Paged, dense=None, **changes):

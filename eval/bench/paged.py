@@ -118,7 +118,6 @@ def measured(args: argparse.Namespace, clock: Any, batch: int, step: DecodeStep)
         cases[f"{args.blocks[0]} wide"] = PagedCase(step, args.blocks[0], args.wide)
     found: dict[str, Any] = {"batch": batch, "rows": step.rows.length, "heads": args.heads, "k": args.k}
     methods: dict[str, Launch] = {}
-    alive: list[object] = []  # a graph does not keep the scratch that it was captured with
     for estimator, k1 in itertools.product(args.estimators, (None, *args.parents)):
         fields = {"teams_per_head": args.k, "heads_in_model": args.heads, "scale": step.scale}
         sampling = PagedSampling(estimator=estimator, parents_per_head=k1, **fields)
@@ -130,7 +129,6 @@ def measured(args: argparse.Namespace, clock: Any, batch: int, step: DecodeStep)
             return sampled_attention(step, sampled, workspace)
 
         methods[f"{setting}: contiguous"] = clock.captured(contiguous)
-        alive.append(workspace)
         for name, case in cases.items():
             variants = {"": Method(case, sampling), ", grouping": Method(case, sampling, True)}
             if k1 is None:
@@ -139,7 +137,6 @@ def measured(args: argparse.Namespace, clock: Any, batch: int, step: DecodeStep)
             found[f"difference {setting} {name}"] = checked(want, variants[""])
             for variant, method in variants.items():
                 methods[f"{setting}: blocks of {name}{variant}"] = clock.captured(method)
-            alive.append(variants)
     times = clock.paired(methods)
     found["times"] = {name: statistics.median(medians) for name, medians in times.items()}
     found["rounds"] = times

@@ -37,7 +37,7 @@ class DeviceClock:
         self.buffer = torch.zeros(max(rounds.evict, 1) * (1 << 18), dtype=torch.int32, device=device)
 
     def captured(self, launch: Launch, warm: int = 3) -> Launch:
-        """A CUDA graph of one call; the result launches the graph."""
+        """A CUDA graph of one call; the result launches the graph, and keeps what the call keeps (scratch)."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -49,7 +49,7 @@ class DeviceClock:
         with torch.cuda.graph(graph):
             kept = launch()
 
-        def graphed(_: object = kept) -> None:
+        def graphed(_: object = (kept, launch)) -> None:
             graph.replay()
 
         return graphed
