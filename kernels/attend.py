@@ -11,7 +11,15 @@ import triton.language as tl
 
 from .device import wait
 from .maths import dot, load_query, split
-from .rowlist import RUN, append_suffix, append_union, share_rows
+from .rowlist import (
+    PIECES,
+    RUN,
+    append_suffix,
+    append_union,
+    joined_pieces,
+    share_rows,
+    sum_of,
+)
 
 
 @triton.jit
@@ -66,10 +74,14 @@ def attend_listed(
     b_low0, b_high1, b_low1, scale, H, keys0_stride, keys1_stride, values_stride, D0: tl.constexpr, D1: tl.constexpr,
     BD0: tl.constexpr, BD1: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, TALL: tl.constexpr,
     LATENT: tl.constexpr, SPLIT: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, p_list_bias=0, p_flags=0, first_head=0, MP=0, WORDS: tl.constexpr = 1,
+    JOINED: tl.constexpr = False,
 ):  # fmt: skip
     """Lines 14-18 over ``total`` listed rows: per head the largest score ``[HB]``, the mass and the sum of values under
-    exp(score - largest). The sequence's corrections follow those of ``first_team`` others; strides are of a row."""
+    exp(score - largest). The sequence's corrections follow those of ``first_team`` others; strides are of a row.
+
+    JOINED: the list (:func:`~.rowlist.joined_pieces`) has pooled corrections itself, and no bits: these are read from
+    the flags."""
     HB: tl.constexpr = i_head.shape[0]
     # U-hat is exp(b_top) times b_out, Z-hat exp(b_top) times b_mass
     b_top = tl.full((HB,), float("-inf"), tl.float32)  # [HB]
@@ -81,21 +93,27 @@ def attend_listed(
         i_slot = start + tl.arange(0, BN)
         m_slot = i_slot < total
         i_row = tl.load(p_list_rows + i_slot, mask=m_slot, other=0)  # [BN]
-        i_team = tl.load(p_list_teams + i_slot, mask=m_slot, other=-1)  # [BN]
+        if not (JOINED and POOLED):
+            i_team = tl.load(p_list_teams + i_slot, mask=m_slot, other=-1)  # [BN]
         b_key0 = load_rows(p_keys0, i_row, m_slot, keys0_stride, D0, BD0)  # [BN, BD0]
         b_bias = zero
-        if not ALL:
+        if JOINED and POOLED:
+            b_bias += by_row(tl.load(p_list_bias + i_slot, mask=m_slot, other=0.0), TALL)
+        elif not ALL:
             m_sampled = m_slot & (i_team >= 0)
             i_known = first_team + tl.maximum(i_team, 0)
             if POOLED:
                 b_bias += by_row(tl.load(corrections + i_known, mask=m_sampled, other=0.0), TALL)
             else:
                 # a head that did not select the row's team has no correction for it, and the row counts for nothing
-                b_bits = tl.load(p_list_bits + i_slot, mask=m_sampled, other=0)  # [BN]
+                if JOINED:
+                    b_bits = flags_of(p_flags, i_team, m_sampled, first_head, MP, HB=HB, WORDS=WORDS, TALL=TALL)
+                else:
+                    b_bits = by_row(tl.load(p_list_bits + i_slot, mask=m_sampled, other=0), TALL)
                 o_log_c = by_row(i_known, TALL) * H + by_head(i_head, TALL)
                 m_log_c = by_row(m_sampled, TALL) & by_head(i_head < H, TALL)
                 b_log_c = tl.load(corrections + o_log_c, mask=m_log_c, other=0.0)
-                m_picked = ((by_row(b_bits, TALL) >> by_head(tl.arange(0, HB), TALL)) & 1) != 0
+                m_picked = ((b_bits >> by_head(tl.arange(0, HB) % 32 if HB > 32 else tl.arange(0, HB), TALL)) & 1) != 0
                 b_bias = tl.where(by_row(m_sampled, TALL), tl.where(m_picked, b_log_c, float("inf")), 0.0)
         b_bias = tl.where(by_row(m_slot, TALL), b_bias, float("inf"))
         b_score = add_products(zero, b_key0, b_high0, TALL)
@@ -140,21 +158,36 @@ def store_share(
         tl.store(part_out + by_head(o_part, TALL) * V + by_row(i_dim, TALL), b_out, mask=m_out)
 
 
+@triton.jit
+def flags_of(p_flags, i_team, m_team, first_head, MP, HB: tl.constexpr, WORDS: tl.constexpr, TALL: tl.constexpr):
+    """The rows' teams' words of flags beside the scores: the block's only word, or each head's of two."""
+    i_word = first_head // 32
+    b_first = by_row(tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0), TALL)
+    if HB > 32:
+        tl.static_assert(HB == 64, "two words hold the flags of 64 heads")
+        m_team = m_team & (tl.zeros_like(i_team) + i_word < WORDS - 1)
+        b_second = by_row(tl.load(p_flags + (i_word + 1) * MP + i_team, mask=m_team, other=0), TALL)
+        return tl.where(by_head(tl.arange(0, HB) < 32, TALL), b_first, b_second)
+    else:
+        return b_first >> (first_head % 32)
+
+
 @triton.jit(do_not_specialize=["E", "visible_stride"])
 def attend_kernel(
     query0, query1, keys0, keys1, values, team_of_row, flags, corrections, index, visible, list_rows, list_teams,
-    list_bits, part_out, part_max, part_sum, part_rows, scale, query0_strides, query1_strides, keys0_strides,
-    keys1_strides, values_strides, visible_stride, N, E, MP, G, H, CAPACITY, D0: tl.constexpr, D1: tl.constexpr,
-    BD0: tl.constexpr, BD1: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
-    LANES: tl.constexpr, WORDS: tl.constexpr, TALL: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr,
-    POOLED: tl.constexpr, ALL: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    list_bits, list_bias, piece_rows, piece_teams, piece_counts, part_out, part_max, part_sum, part_rows, scale,
+    query0_strides, query1_strides, keys0_strides, keys1_strides, values_strides, visible_stride, N, E, MP, G, H,
+    CAPACITY, PIECE_CAPACITY, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr, BD1: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
+    TALL: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr,
+    LISTED: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (share, head block, sequence * G + group). ``corrections`` are per head, or the pooled ones. LATENT: two
     key parts, of which the first is the value too.
 
     Writes ``part_max, part_sum (B G, H, shares)`` and, where it had rows, ``part_out (B G, H, shares, V)``, the sum of
-    values under exp(score - part_max); ``part_rows (B G, shares, 2)``, union and suffix rows. The lists are scratch.
+    values under exp(score - part_max); ``part_rows (B G, shares, 2)``, union and suffix rows. The lists are scratch;
+    LISTED: they are what :func:`~.rowlist.list_kernel` wrote.
     Strides are (sequence, group, head) of a query and (sequence, group, row) of keys and values.
     """
     i_share, shares = tl.program_id(0), tl.num_programs(0)
@@ -180,26 +213,36 @@ def attend_kernel(
     p_list_bits = list_bits + o_list
     p_team_of_row = team_of_row + i_bg.to(tl.int64) * N
     p_flags = flags + i_bg.to(tl.int64) * WORDS * MP
-    per_share = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
-    i_first_rows, i_first_teams = share_rows(p_team_of_row, 0, N, per_share, i_share, shares, LANES)
-    wait(PDL)
-
     # line 13: the index set, as a list
-    listed, union = append_union(
-        i_first_rows, i_first_teams, p_team_of_row, p_flags, p_list_rows, p_list_teams, p_list_bits, N, per_share,
-        i_share, shares, MP, first_head, HB=HB, WORDS=WORDS, POOLED=POOLED, ALL=ALL, LANES=LANES,
-    )  # fmt: skip
-    total = append_suffix(
-        index, visible, visible_stride, p_list_rows, p_list_teams, listed, E, i_b, i_share, shares, MASKED=MASKED,
-        LANES=LANES,
-    )  # fmt: skip
-    tl.debug_barrier()
+    if LISTED:
+        i_piece = ((i_bg if POOLED else i_bg * tl.num_programs(1) + tl.program_id(1)) * shares + i_share) * PIECES
+        p_counts = piece_counts + i_piece * 3
+        o_pieces = i_piece.to(tl.int64) * PIECE_CAPACITY
+        wait(PDL)
+        total = joined_pieces(
+            p_counts, piece_rows + o_pieces, piece_teams + o_pieces, corrections, p_list_rows, p_list_teams,
+            list_bias + o_list, i_bg.to(tl.int64) * MP, PIECE_CAPACITY, POOLED=POOLED, LANES=256,
+        )  # fmt: skip
+    else:
+        per_share = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
+        i_first_rows, i_first_teams = share_rows(p_team_of_row, 0, N, per_share, i_share, shares, LANES)
+        wait(PDL)
+        listed, union = append_union(
+            i_first_rows, i_first_teams, p_team_of_row, p_flags, p_list_rows, p_list_teams, p_list_bits, N, per_share,
+            i_share, shares, MP, first_head, HB=HB, WORDS=WORDS, POOLED=POOLED, ALL=ALL, BITS=HB <= 32, LANES=LANES,
+        )  # fmt: skip
+        total = append_suffix(
+            index, visible, visible_stride, p_list_rows, p_list_teams, listed, E, i_b, i_share, shares, MASKED=MASKED,
+            LANES=LANES,
+        )  # fmt: skip
+        tl.debug_barrier()
 
     b_top, b_mass, b_out = attend_listed(
         p_keys0, p_keys1, p_values, p_list_rows, p_list_teams, p_list_bits, corrections, total,
         i_bg.to(tl.int64) * MP, i_head, b_high0, b_low0, b_high1, b_low1, scale, H, keys0_strides[2],
         keys1_strides[2], values_strides[2], D0=D0, D1=D1, BD0=BD0, BD1=BD1, V=V, BV=BV, BN=BN, TALL=TALL,
         LATENT=LATENT, SPLIT=SPLIT, POOLED=POOLED, ALL=ALL, DTYPE=DTYPE, STAGES=STAGES,
+        p_list_bias=list_bias + o_list, p_flags=p_flags, first_head=first_head, MP=MP, WORDS=WORDS, JOINED=LISTED,
     )  # fmt: skip
 
     store_share(
@@ -208,5 +251,9 @@ def attend_kernel(
     )  # fmt: skip
     if tl.program_id(1) == 0:
         p_count = part_rows + (i_bg.to(tl.int64) * shares + i_share) * 2
-        tl.store(p_count, union)
-        tl.store(p_count + 1, total - listed)
+        if LISTED:
+            tl.store(p_count, sum_of(p_counts + 1))
+            tl.store(p_count + 1, sum_of(p_counts + 2))
+        else:
+            tl.store(p_count, union)
+            tl.store(p_count + 1, total - listed)

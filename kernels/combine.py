@@ -64,8 +64,8 @@ def combine_kernel(
             routed = tl.where((n > K) & (not ALL), n * VECTORS, 0)
             if TWO:
                 scored = 0
-                for start in range(0, TILES, BS):
-                    i_tile = start + tl.arange(0, BS)
+                for start in range(0, TILES, 256):
+                    i_tile = start + tl.arange(0, 256)
                     scored += tl.sum(tl.load(teams_scored + i_bg * TILES + i_tile, mask=i_tile < TILES, other=0), 0)
                 routed += tl.where(scored > K2, scored, 0)
             tl.store(counts + i_bg, routed.to(tl.int64))

@@ -14,6 +14,7 @@ from latent_santa.integers import ceil_div
 from latent_santa.noise import GROUP_STRIDE
 from latent_santa.step import DecodeStep, Output, Sampling
 
+from . import launch_many
 from .attend import attend_kernel
 from .combine import combine_kernel
 from .device import launches_early, processors, shared_memory
@@ -21,7 +22,6 @@ from .plan import (
     Shapes,
     candidate_blocks,
     candidates,
-    list_capacity,
     mask_words,
     padded_teams,
     power,
@@ -84,6 +84,7 @@ class Launches:
     """One step's arguments, and a method for each launch.
 
     Attributes:
+        keeps_phi: scores without noise are kept for the pooled correction; else it draws the noise again.
         everything: no sequence can have more than K teams, so none is scored (Algorithm 1, lines 3-5).
     """
 
@@ -113,6 +114,7 @@ class Launches:
             bits=16 if routed.scales is None else routed.bits,
             teams_per_head=sampling.k,
             most_rows=step.teams.most_rows((step.all_heads if sampling.pooled else step.heads) * sampling.k),
+            whole=step.peers is None,
             processors=processors(device),
             shared_memory=shared_memory(device),
             **self._parent_shapes(),
@@ -122,6 +124,7 @@ class Launches:
         group, head = step.draw.first
         self.quad = group * GROUP_STRIDE + (0 if sampling.shared else head // 4)
         self.plan, self.buffers = workspace.prepared(self.shapes, device)
+        self.keeps_phi = sampling.pooled and not self.plan.many
         self.early = launches_early(device)
 
     def options(self, warps: int, first: bool = False) -> dict[str, Any]:
@@ -137,8 +140,10 @@ class Launches:
         """The launches before :meth:`attend`, by name and in order."""
         if self.everything:
             return {}
-        pool = {"pool": self.pool} if self.sampling.pooled else {}
-        return {"route": self.route, "select": self.select, **pool}
+        after: dict[str, Callable[[], None]] = {"pool": self.pool} if self.sampling.pooled else {}
+        if self.plan.many:
+            after = {"list": lambda: launch_many.list_rows(self)}
+        return {"route": self.route, "select": self.select, **after}
 
     def route(self) -> None:
         """Lines 7-8: score the representatives and add noise."""
@@ -170,7 +175,7 @@ class Launches:
             TEAMS=0,
             TEAMS_PADDED=0,
             BLOCK=p.block,
-            PHI=self.sampling.pooled,
+            PHI=self.keeps_phi,
             PARENTS=False,
             SPREAD="mean",
             **self.options(p.route_warps, first=True),
@@ -258,26 +263,46 @@ class Launches:
             **self.options(4),
         )
 
+    def listing(self) -> dict[str, Any]:
+        """Arguments of a launch that lists rows."""
+        s, b = self.shapes, self.buffers
+        # without a mask any tensor does: it is not read
+        visible = self.index if self.visible is None else self.visible.view(torch.int8)
+        return {
+            "team_of_row": self.teams.team_of_row,
+            "flags": b.flags,
+            "index": self.index,
+            "visible": visible,
+            "visible_stride": visible.stride(0),
+            "piece_rows": b.piece_rows,
+            "piece_teams": b.piece_teams,
+            "piece_counts": b.piece_counts,
+            "N": s.prompt,
+            "E": self.index.numel(),
+            "MP": padded_teams(s.teams),
+            "G": s.groups,
+            "WORDS": mask_words(s.heads),
+            "POOLED": self.sampling.pooled,
+            "MASKED": self.visible is not None,
+            "PDL": self.early and not self.everything,
+        }
+
     def attend(self) -> None:
         """Lines 13-18: read the rows of the union and of the suffix."""
         s, p, b, rows = self.shapes, self.plan, self.buffers, self.step.rows
-        first, second, pooled = rows.keys[0], rows.keys[-1], self.sampling.pooled
-        # without a mask any tensor does: it is not read
-        visible = self.index if self.visible is None else self.visible.view(torch.int8)
+        first, second = rows.keys[0], rows.keys[-1]
         attend_kernel[(p.shares, ceil_div(s.heads, p.attend_heads), s.batch * s.groups)](
+            **self.listing(),
             query0=self.query[0],
             query1=self.query[-1],
             keys0=first,
             keys1=second,
             values=rows.values,
-            team_of_row=self.teams.team_of_row,
-            flags=b.flags,
-            corrections=b.pooled if pooled else b.corrections,
-            index=self.index,
-            visible=visible,
+            corrections=b.pooled if self.sampling.pooled else b.corrections,
             list_rows=b.list_rows,
             list_teams=b.list_teams,
             list_bits=b.list_bits,
+            list_bias=b.list_bias,
             part_out=b.part_out,
             part_max=b.part_max,
             part_sum=b.part_sum,
@@ -288,13 +313,9 @@ class Launches:
             keys0_strides=first.stride()[:3],
             keys1_strides=second.stride()[:3],
             values_strides=rows.values.stride()[:3],
-            visible_stride=visible.stride(0),
-            N=s.prompt,
-            E=self.index.numel(),
-            MP=padded_teams(s.teams),
-            G=s.groups,
             H=s.heads,
-            CAPACITY=list_capacity(s, p),
+            CAPACITY=b.list_rows.shape[-1],
+            PIECE_CAPACITY=b.piece_rows.shape[-1],
             D0=s.dims[0],
             D1=s.dims[-1],
             BD0=power(s.dims[0], 16),
@@ -304,16 +325,13 @@ class Launches:
             HB=p.attend_heads,
             BN=p.attend_rows,
             LANES=p.lanes,
-            WORDS=mask_words(s.heads),
             TALL=p.attend_tall,
             LATENT=s.latent,
             SPLIT=s.split,
-            POOLED=pooled,
             ALL=self.everything,
-            MASKED=self.visible is not None,
+            LISTED=p.many and not self.everything,
             DTYPE=ELEMENT[s.dtype],
             STAGES=p.attend_stages,
-            PDL=self.early and not self.everything,
             num_stages=p.attend_stages,
             **self.options(p.attend_warps, first=self.everything),
         )

@@ -65,6 +65,16 @@ def ones(word):
 
 
 @triton.jit
+def parents_in(p_union, words, LANES: tl.constexpr):
+    """How many parents are sampled: bits that are set in so many words."""
+    b_ones = tl.zeros((LANES,), tl.int32)
+    for start in range(0, words, LANES):
+        i_word = start + tl.arange(0, LANES)
+        b_ones += ones(tl.load(p_union + i_word, mask=i_word < words, other=0))
+    return tl.sum(b_ones, 0)
+
+
+@triton.jit
 def parents_at(p_union, words, i_rank, LANES: tl.constexpr):
     """The sampled parents ``i_rank [PT]`` in rising order, and how many there are; beyond that number they are
     meaningless.

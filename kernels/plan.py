@@ -10,6 +10,7 @@ import torch
 from latent_santa.integers import ceil_div
 
 RUN = 8  # neighbouring rows that stay in one share: a 32-byte sector of their team numbers
+PIECES = 4  # lists that one share's rows come from, where a launch of its own makes them
 
 
 def power(n: int, least: int = 1) -> int:
@@ -31,6 +32,7 @@ class Shapes(NamedTuple):
         teams_per_head: K, or K2 of two stages, at most the number of places.
         most_rows: an upper bound on the prompt rows of a union.
         shared_memory: what one program may use, in bytes.
+        whole: one cache has the rows and this process all heads of a group; else the plan is never for many heads.
         parents: C of two stages, 0 in one; ``parents_per_head`` is K1, and ``most_teams`` the most of any one parent.
     """
 
@@ -50,6 +52,7 @@ class Shapes(NamedTuple):
     most_rows: int
     processors: int
     shared_memory: int
+    whole: bool = False
     parents: int = 0
     parents_per_head: int = 0
     most_teams: int = 0
@@ -74,6 +77,8 @@ class Plan:
             impossible. ``parent_block`` and ``parent_coarse`` are the same of parents.
         attend_rows, attend_heads: rows and heads of an attention tile, in this order if ``attend_tall``; ``shares``
             programs split the rows; ``lanes`` rows are looked at in one go while the list is made.
+        many: the launches for groups of many heads: row lists by a launch of their own, and no score kept that the
+            noise gives back.
         combine_values, combine_shares: the tile of partial sums read in one go.
     """
 
@@ -97,8 +102,11 @@ class Plan:
     attend_stages: int = 2
     attend_warps: int = 4
     attend_tall: bool = False
+    many: bool = False
     shares: int = 1
     lanes: int = 1024
+    list_lanes: int = 1024
+    list_warps: int = 4
     combine_values: int = 64
     combine_shares: int = 32
     combine_warps: int = 4
@@ -118,6 +126,8 @@ def route_bytes(s: Shapes, p: Plan) -> int:
 def attend_bytes(s: Shapes, p: Plan) -> int:
     """Shared memory of an attention program, roughly: a tile of rows, the queries, and room to change layouts."""
     width = sum(power(d, 16) for d in s.dims)
+    if p.many:  # tensor cores read all operands from shared memory
+        return (p.attend_heads + p.attend_stages * p.attend_rows) * width * s.dtype.itemsize + 8192
     rows = p.attend_rows * (width + (0 if s.latent else power(s.values, 16)))
     queries = p.attend_heads * width * (2 if s.split else 1)
     # float32 products keep a second copy of their operands
@@ -154,13 +164,15 @@ def choose(s: Shapes) -> Plan:
     block, coarse = maxima(s.places, s.teams_per_head)
     parent_block, parent_coarse = maxima(s.parents, s.parents_per_head)
     tall = heads <= 8
-    attend_heads = 8 if tall else min(max(heads, 16), 32)  # selections are read in words of 32 heads
-    attend_rows = 64 if wide or sequences < 16 else 32
+    many = heads > 32 and s.latent and s.whole and not exact and s.shared_memory >= 200 << 10
+    # selections are read in words of 32 heads
+    attend_heads = 8 if tall else 64 if many else min(max(heads, 16), 32)
+    attend_rows = 32 if many else 64 if wide or sequences < 16 else 32
     if s.dtype == torch.float32:
         attend_rows = 16
     elif wide and s.split:
         attend_rows = 32
-    shares = _shares(s, attend_rows, sequences * ceil_div(s.heads, attend_heads), tall)
+    shares = _shares(s, attend_rows, sequences * ceil_div(s.heads, attend_heads), tall, many)
     per_share = ceil_div(s.prompt, RUN * shares) * RUN
     plan = Plan(
         route_teams=route_teams,
@@ -173,12 +185,14 @@ def choose(s: Shapes) -> Plan:
         parent_coarse=parent_coarse,
         attend_rows=attend_rows,
         attend_heads=attend_heads,
-        attend_warps=8 if wide and heads <= 16 else 4,
+        attend_warps=8 if many or (wide and heads <= 16) else 4,
         attend_stages=3 if attend_rows == 32 and not wide else 2,
-        attend_tall=tall,
+        attend_tall=tall or many,
+        many=many,
+        pool_teams=32 if many else 256,
         shares=shares,
         lanes=min(power(per_share, 32), 2048 if tall else 1024),
-        combine_values=min(power(s.values, 16), 64),
+        combine_values=min(power(s.values, 16), 512 if many else 64),
         combine_shares=min(power(shares), 128),
     )
     plan = fitted(s, plan)
@@ -209,13 +223,15 @@ def maxima(places: int, k: int) -> tuple[int, int]:
     return block, coarse if coarse <= min(256, padded_teams(places) // block) else 0
 
 
-def _shares(s: Shapes, attend_rows: int, programs: int, tall: bool) -> int:
+def _shares(s: Shapes, attend_rows: int, programs: int, tall: bool, many: bool) -> int:
     """Programs that split the rows of one of the ``programs`` (sequence, group, head block): one per processor in all
     where the rows are few, else as many as stay resident at once."""
     tiles = ceil_div(min(s.most_rows, s.prompt) + s.suffix, attend_rows)
     alone = max(1, s.processors // programs)
     if tall:
         resident = 3 if s.batch * s.groups >= 16 else 2
+    elif many:
+        resident = 1
     else:
         resident = 1 if tiles <= alone + alone // 2 else 2
     return max(1, min(2 * tiles, resident * alone, 256))
@@ -252,7 +268,8 @@ def mask_words(heads: int) -> int:
     return ceil_div(heads, 32)
 
 
-def list_capacity(s: Shapes, p: Plan) -> int:
-    """Rows that one share may have to list; a power of two, so that a growing suffix moves to new buffers only now and
-    then."""
-    return power(ceil_div(s.prompt, RUN * p.shares) * RUN + ceil_div(s.suffix, p.shares))
+def list_capacity(s: Shapes, p: Plan, pieces: int = 1) -> int:
+    """Rows that one piece of a share's list may have to hold; a power of two, so that a growing suffix moves to new
+    buffers only now and then."""
+    lists = p.shares * pieces
+    return power(ceil_div(s.prompt, RUN * lists) * RUN + ceil_div(s.suffix, lists))

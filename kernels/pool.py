@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .device import wait
+from .draws import gumbel_tile, sequence_key
 from .maths import log_inclusion
 
 
@@ -43,6 +44,68 @@ def pooled_correction(
         b_mass = b_mass * tl.exp(b_top - b_safe) + tl.sum(tl.exp(b_margin - b_safe[None, :]), 0)
         b_top = b_new
     return log_inclusion(b_top if SHARED else b_top + tl.log(b_mass))
+
+
+@triton.jit
+def redrawn_correction(
+    p_noisy, p_tau, p_kth, p_flags, i_score, i_item, m_item, seed, quad, now, layer, score_stride, flags_stride, H,
+    HB: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """:func:`pooled_correction` where only noisy scores were kept: their noise is drawn again. Scores are at the places
+    ``i_score [T]``, flags and noise are those of ``i_item [T]``; HB holds all H heads."""
+    i_head = tl.arange(0, HB)  # [HB]
+    m_both = m_item[:, None] & (i_head < H)[None, :]  # [T, HB]
+    o_noisy = i_head.to(tl.int64)[None, :] * score_stride + i_score[:, None]
+    b_noisy = tl.load(p_noisy + o_noisy, mask=m_both, other=float("-inf"))
+    o_flags = (i_head // 32)[None, :] * flags_stride + i_item[:, None]
+    b_bits = tl.load(p_flags + o_flags, mask=m_both, other=0)
+    m_picked = ((b_bits >> (i_head % 32)[None, :]) & 1) != 0
+    b_tau = tl.load(p_tau + i_head, mask=i_head < H, other=0.0)[None, :]
+    b_kth = tl.load(p_kth + i_head, mask=i_head < H, other=0.0)[None, :]
+    b_phi = b_noisy - gumbel_tile(seed, i_item, quad, 0, now, layer, HB, SHARED)
+    # as above
+    b_margin = tl.minimum(b_phi - tl.where(m_picked, b_tau, b_kth), 1e4)
+    b_margin = tl.where(b_noisy == float("-inf"), float("-inf"), b_margin)
+    b_top = tl.max(b_margin, 1)  # [T]
+    if SHARED:
+        return log_inclusion(b_top)
+    else:
+        b_safe = tl.where(b_top == float("-inf"), 0.0, b_top)
+        return log_inclusion(b_top + tl.log(tl.sum(tl.exp(b_margin - b_safe[:, None]), 1)))
+
+
+@triton.jit
+def pool_redrawn(
+    noisy, tau, kth, flags, count, key, step, listed_teams, listed_log_c, pooled, i_tile, i_bg, layer, quad, PLACES, MP,
+    G, H, WORDS, T: tl.constexpr, HB: tl.constexpr, LISTED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What a program of :func:`pool_kernel` does, where ``noisy (B G, H, PLACES)`` was kept and no phi."""
+    i_b, i_g = i_bg // G, i_bg % G
+    i_place = i_tile * T + tl.arange(0, T)  # [T]
+    p_flags = flags + i_bg.to(tl.int64) * WORDS * MP
+    o_list = i_bg.to(tl.int64) * PLACES
+    seed = sequence_key(key, i_b)
+    now = tl.load(step + i_b)
+    wait(PDL)
+    m_team = i_place < tl.load(count + i_bg)
+    i_team = i_place
+    if LISTED:
+        i_team = tl.load(listed_teams + o_list + i_place, mask=m_team, other=-1)  # [T]
+        m_team = i_team >= 0
+    b_used = tl.zeros((T,), tl.int32)  # [T]
+    for i_word in range(WORDS):
+        b_used |= tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0)
+    m_team = b_used != 0
+    # most blocks of teams hold none that was selected
+    if tl.sum(m_team.to(tl.int32), 0) > 0:
+        i_bgh = i_bg.to(tl.int64) * H
+        b_log_c = redrawn_correction(
+            noisy + i_bgh * PLACES, tau + i_bgh, kth + i_bgh, p_flags, i_place, i_team, m_team, seed,
+            quad + i_g * 65536, now, layer, PLACES, MP, H, HB=HB, SHARED=SHARED,
+        )  # fmt: skip
+        if LISTED:
+            b_log_c += tl.load(listed_log_c + o_list + i_place, mask=m_team, other=0.0)
+        tl.store(pooled + i_bg.to(tl.int64) * MP + i_team, b_log_c, mask=m_team)
 
 
 @triton.jit

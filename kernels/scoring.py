@@ -71,7 +71,7 @@ def route_coded(launches: Launches) -> None:
         M=s.teams,
         MP=padded_teams(s.teams),
         BLOCK=p.block,
-        PHI=launches.sampling.pooled,
+        PHI=launches.keeps_phi,
         **({"maxnreg": p.route_registers} if p.route_registers else {}),
         **launches.options(p.route_warps, first=True),
     )

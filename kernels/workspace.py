@@ -15,6 +15,7 @@ from torch import Tensor
 from latent_santa.integers import ceil_div
 
 from .plan import (
+    PIECES,
     Plan,
     Shapes,
     candidate_blocks,
@@ -67,6 +68,10 @@ class Buffers:
     list_rows: Tensor
     list_teams: Tensor
     list_bits: Tensor
+    list_bias: Tensor
+    piece_rows: Tensor
+    piece_teams: Tensor
+    piece_counts: Tensor
     part_out: Tensor
     part_max: Tensor
     part_sum: Tensor
@@ -81,12 +86,14 @@ def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
     """Dtype and shape of every buffer; B * G comes first, and teams, parents and places are padded to whole routing
     blocks."""
     q, h, padded = s.batch * s.groups, s.heads, padded_teams(s.teams)
-    lists = (q, ceil_div(h, p.attend_heads), p.shares, list_capacity(s, p))
+    blocks, pieces = (q, ceil_div(h, p.attend_heads)), p.shares * PIECES if p.many else 0
+    lists = (*blocks, p.shares, list_capacity(s, p))
+    piece = (*blocks, pieces, list_capacity(s, p, PIECES))
     words, parents, places = mask_words(h), padded_teams(s.parents), padded_teams(s.places)
     listed = places if s.parents else 0
-    first = race(q, h, parents, s.parents_per_head, p.parent_block) if s.parents else race(0, h, 0, 0, p.parent_block)
+    first = race(q if s.parents else 0, h, parents, s.parents_per_head, p.parent_block, not p.many)
     return {
-        **race(q, h, places, s.teams_per_head, p.block),
+        **race(q, h, places, s.teams_per_head, p.block, not p.many),
         "flags": (torch.int32, (q, words, padded)),
         "corrections": (torch.float32, (q, padded, h)),
         "pooled": (torch.float32, (q, padded)),
@@ -102,7 +109,11 @@ def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
         "listed_log_c": (torch.float32, (q, listed)),
         "list_rows": (torch.int32, lists),
         "list_teams": (torch.int32, lists),
-        "list_bits": (torch.int32, lists),
+        "list_bits": (torch.int32, (0,) if p.many else lists),
+        "list_bias": (torch.float32, lists if p.many else (0,)),
+        "piece_rows": (torch.int32, piece),
+        "piece_teams": (torch.int32, piece),
+        "piece_counts": (torch.int32, (*blocks, pieces, 3)),
         "part_out": (torch.float32, (q, h, p.shares, s.values)),
         "part_max": (torch.float32, (q, h, p.shares)),
         "part_sum": (torch.float32, (q, h, p.shares)),
@@ -110,10 +121,11 @@ def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
     }
 
 
-def race(q: int, h: int, places: int, k: int, block: int) -> Sizes:
-    """Buffers of one Gumbel-top-K over so many scores, of parents or of teams."""
+def race(q: int, h: int, places: int, k: int, block: int, phi: bool = True) -> Sizes:
+    """Buffers of one Gumbel-top-K over so many scores, of parents or of teams; ``phi``: with room for them without
+    noise."""
     return {
-        "phi": (torch.float32, (q, h, places)),
+        "phi": (torch.float32, (q, h, places if phi else 0)),
         "noisy": (torch.float32, (q, h, places)),
         "tops": (torch.float32, (q, h, places // block)),
         "blocks": (torch.int32, (q, h, candidate_blocks(k) if ranked(k, places // block) else places // block)),

@@ -42,6 +42,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"kmeans_engine": "sklearn", "regroup_after": 0},
     # fewest rows without a loss against the paper's setting in the paired scores of eval/results/two_stage
     "recommended": {"estimator": "pooled", "routing": "two_stage", "parents_per_head": 64, "budget": 128},
+    # where many heads share a row: fastest at the attention error of one stage per head with S=128 (kernels/NOTES.md)
+    "many_heads": {
+        "estimator": "pooled",
+        "noise": "shared",
+        "routing": "two_stage",
+        "parents_per_head": 16,
+        "budget": 64,
+    },
 }
 
 
@@ -194,6 +202,8 @@ class SantaConfig:
 
         ``"paper"`` is the paper's method: one stage, per head, k-means 16/4 by scikit-learn, S = 512, replay.
         ``"recommended"`` reads fewest rows at the paper's score in this project's paired results: pooled, two stages.
+        ``"many_heads"`` is for models of 64 heads and more that share a row (DeepSeek-V2, V3): pooled, two stages, and
+        one draw for all heads, which so many heads need few of.
 
         Raises:
             ValueError: there is no such preset.

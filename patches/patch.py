@@ -38,7 +38,8 @@ def patch(
     Args:
         model: a native transformers causal language model (or its base model) with MLA or GQA attention.
         config: settings; default :class:`SantaConfig`.
-        preset: ``"paper"`` or ``"recommended"`` settings in place of ``config`` (:meth:`SantaConfig.preset`).
+        preset: ``"paper"``, ``"recommended"`` or ``"many_heads"`` settings in place of ``config``
+            (:meth:`SantaConfig.preset`).
         graphs: ``"auto"`` captures a decoding step on a CUDA device as one graph and replays it for the tokens that
             follow, with the same result; a step that cannot be captured runs launch by launch, and ``report()`` says
             why. ``"on"`` refuses such a step instead, and ``"off"`` captures none.

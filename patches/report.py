@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .handle import SantaHandle
 
 EQUATIONS = {"mla": "Equation 14", "gqa": "Equation 13"}
+# heads that share a row from which one draw for all of them is recommended
+MANY_HEADS = 64
 COLUMNS = ("layer", "calls", "routing", "union", "suffix", "dense", "percent", "w/o routing", "bytes %")
 
 
@@ -118,6 +120,13 @@ def _notes(handle: SantaHandle, control: Control) -> list[str]:
         notes.append(
             "every call was a dense prefill: nothing was sampled. A call over prompt and continuation scores densely; "
             "santa.score(input_ids, continuation) scores token by token"
+        )
+    heads = control.adapters[0].module.config.num_attention_heads
+    sampled_apart = handle.config.used().get("noise") == "independent"
+    if handle.layout == "mla" and heads >= MANY_HEADS and sampled_apart:
+        notes.append(
+            f'{heads} heads share each row, and each draws by itself: preset="many_heads" (one draw for all heads, '
+            "pooled, two stages) is faster at no larger attention error"
         )
     return notes
 

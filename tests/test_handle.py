@@ -50,10 +50,18 @@ def test_presets(model):
     paper = latent_santa.SantaConfig.preset("paper")
     default = latent_santa.SantaConfig().to_dict()
     assert paper.to_dict() == {**default, "kmeans_engine": "sklearn", "regroup_after": 0}
-    with pytest.raises(ValueError, match="preset='best': must be one of 'paper', 'recommended'"):
+    with pytest.raises(ValueError, match="preset='best': must be one of 'paper', 'recommended', 'many_heads'"):
         latent_santa.patch(model, preset="best")
     with pytest.raises(ValueError, match="config and preset='paper' were both given"):
         latent_santa.patch(model, paper, preset="paper")
+
+
+def test_the_report_recommends_one_draw_for_many_heads():
+    model = tiny_model("deepseek_v2", hidden_size=64, num_attention_heads=64, num_key_value_heads=64)
+    with latent_santa.patch(model) as santa:
+        assert '64 heads share each row, and each draws by itself: preset="many_heads"' in santa.report()
+        santa.configure(**latent_santa.SantaConfig.preset("many_heads").used())
+        assert "heads share each row" not in santa.report()
 
 
 def test_the_report_says_which_settings_its_counts_are_of(model):

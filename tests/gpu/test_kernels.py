@@ -63,6 +63,72 @@ def test_mla_128_heads(query_dtype: torch.dtype) -> None:
     check(step, 4, BRAIN if query_dtype == torch.bfloat16 else EXACT)
 
 
+@pytest.mark.parametrize("heads", [40, 64, 128, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_heads(heads: int, dtype: torch.dtype) -> None:
+    """A query in the rows' dtype: 64 heads at a time, and routing that keeps its queries where noise is shared."""
+    step = make_step(
+        heads=heads, lengths=(5000, 2111), suffix=37, hidden=3, dtype=dtype, query_dtype=dtype, device="cuda",
+        summary="mean", **MLA,
+    )  # fmt: skip
+    tolerance = BRAIN if dtype == torch.bfloat16 else HALF
+    for k, parents in ((4, None), (32, None), (4, 16), (16, 16), (32, 64), (170, 200)):
+        check(step, k, tolerance, parents=parents)
+
+
+@pytest.mark.parametrize("summary", ["isotropic", "diagonal"])
+def test_many_heads_over_other_parents(summary: str) -> None:
+    step = make_step(
+        heads=128, lengths=(6000,), dtype=torch.bfloat16, query_dtype=torch.bfloat16, device="cuda", summary=summary,
+        **MLA,
+    )  # fmt: skip
+    check(step, 8, BRAIN, parents=16)
+
+
+@pytest.mark.parametrize("routing_dtype", ["int8", "int4"])
+def test_many_heads_of_coded_keys(routing_dtype: str) -> None:
+    step = make_step(
+        heads=128, lengths=(6000,), dtype=torch.bfloat16, query_dtype=torch.bfloat16, device="cuda",
+        routing_dtype=routing_dtype, summary="mean", **MLA,
+    )  # fmt: skip
+    check(step, 8, BRAIN)
+    check(step, 8, BRAIN, parents=16)
+
+
+def test_many_heads_of_a_wide_rotary_part() -> None:
+    sizes = {**MLA, "dims": (512, 160)}
+    step = make_step(
+        heads=128, lengths=(6000,), dtype=torch.bfloat16, query_dtype=torch.bfloat16, device="cuda", summary="mean",
+        **sizes,
+    )  # fmt: skip
+    check(step, 8, BRAIN, parents=16)
+
+
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+def test_many_heads_in_a_graph(estimator: str) -> None:
+    """A graph draws anew and gives the same bits again, and no call waits for the device."""
+    step = make_step(
+        heads=128, lengths=(40000, 30000), dtype=torch.bfloat16, query_dtype=torch.bfloat16, device="cuda",
+        summary="mean", **MLA,
+    )  # fmt: skip
+    workspace = Workspace()
+    graph, held = captured(step, 16, workspace, estimator, 16, "shared")
+    for _ in range(3):
+        poison(workspace)
+        graph.replay()
+        first = held.out.clone()
+        compare(held, twin(step, 16, estimator, "shared", 16), BRAIN)
+        poison(workspace)
+        graph.replay()
+        assert torch.equal(first, held.out)
+        step.draw.step.add_(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernels(step, 16, workspace, estimator, "shared", 16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize(("groups", "heads", "dim"), [(4, 7, 128), (2, 1, 64), (1, 5, 96), (2, 8, 256), (1, 40, 64)])
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32])
 def test_gqa(groups: int, heads: int, dim: int, query_dtype: torch.dtype) -> None:
@@ -181,15 +247,20 @@ def test_a_graph_draws_fresh_noise(layout: dict[str, Any], heads: int, estimator
 
 
 def captured(
-    step: DecodeStep, k: int, workspace: Workspace, estimator: str, parents: int | None = None
+    step: DecodeStep,
+    k: int,
+    workspace: Workspace,
+    estimator: str,
+    parents: int | None = None,
+    noise: str = "independent",
 ) -> tuple[torch.cuda.CUDAGraph, Output]:
     """A graph of one step, and the outputs that it fills."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        kernels(step, k, workspace, estimator, parents=parents)
+        kernels(step, k, workspace, estimator, noise, parents)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = kernels(step, k, workspace, estimator, parents=parents)
+        held = kernels(step, k, workspace, estimator, noise, parents)
     return graph, held
 
 
