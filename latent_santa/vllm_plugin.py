@@ -21,11 +21,16 @@ def register() -> None:
     """
     from vllm.platforms import current_platform
 
+    asked = any(name.startswith(PREFIX) for name in os.environ)
     if current_platform.is_cuda():
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         register_backend(AttentionBackendEnum.CUSTOM, "latent_santa.patches.vllm.cuda.SantaMLABackend")
-    elif current_platform.is_cpu() and any(name.startswith(PREFIX) for name in os.environ):
+        if asked:
+            from vllm.logger import init_logger
+
+            init_logger(f"vllm.{__name__}").info("SANTA++ is there for --attention-backend CUSTOM; any other is dense")
+    elif current_platform.is_cpu() and asked:
         from latent_santa.patches.vllm import cpu
 
         cpu.take_over()

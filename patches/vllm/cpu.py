@@ -29,7 +29,7 @@ class SantaCPUImpl(SampledImpl, CPUMLAImpl):  # type: ignore[misc]
         if prefill.chunked_context is None:
             return super().forward_mha(q, kv_c_normed, k_pe, cache, metadata, k_scale, output, output_scale)
         starts = prefill.query_start_loc.tolist()
-        seen = self.seen_rows(metadata)
+        seen = metadata.rows_seen[metadata.num_decodes :]
         out = output.view(-1, self.num_heads, self.v_head_dim)
         for table, first, end, rows in zip(prefill.block_table, starts[:-1], starts[1:], seen, strict=True):
             blocks = table[: -(-rows // cache.shape[1])].long()
@@ -41,12 +41,6 @@ class SantaCPUImpl(SampledImpl, CPUMLAImpl):  # type: ignore[misc]
             scores = torch.einsum("qhd,khd->hqk", q[first:end].float(), key.float()) * self.scale
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             out[first:end] = torch.einsum("hqk,khd->qhd", weights, value.float()).to(out.dtype)
-
-    @staticmethod
-    def seen_rows(metadata: Any) -> list[int]:
-        """Rows that each prompt of a step sees, cached and new."""
-        rows: list[int] = metadata.rows_seen[metadata.num_decodes :]
-        return rows
 
 
 class SantaCPUBuilder(SampledBuilder, MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]

@@ -9,6 +9,7 @@ device, and all tensors keep their addresses, so that a decoding step can be cap
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,9 +149,10 @@ class SampledBuilder:
         waiting = step.is_prefilling.tolist()
         decodes = min(decodes, len(ids))
         # a prompt's last chunk may be one token, which vLLM decodes; dense, as if the prompt had come in one piece
-        flags = [int(waiting[b]) for b in range(decodes)]
+        flags = waiting[:decodes]
         if any(flags) or self._some_dense:
-            self.dense[:decodes].copy_(torch.tensor(flags, dtype=torch.uint8), non_blocking=True)
+            others = [False] * (len(self.dense) - decodes)
+            self.dense.copy_(torch.tensor(flags + others, dtype=torch.uint8), non_blocking=True)
             self._some_dense = any(flags)
         self.ledger.before_step(ids, rows, decodes)
         for b in range(decodes, len(ids)):
@@ -166,7 +168,6 @@ def _of_any_rank(metadata: type) -> type:
 def _path(settings: Settings, vllm_config: Any) -> str:
     if not settings.ledger:
         return ""
-    stem, dot, kind = settings.ledger.rpartition(".")
-    stem, kind = (stem, kind) if dot else (settings.ledger, "json")
-    replica = f".replica{get_dp_group().rank_in_group}" if vllm_config.parallel_config.data_parallel_size > 1 else ""
-    return f"{stem}{replica}.rank{vllm_config.parallel_config.rank}.{kind}"
+    path, parallel = Path(settings.ledger), vllm_config.parallel_config
+    replica = f".replica{get_dp_group().rank_in_group}" if parallel.data_parallel_size > 1 else ""
+    return str(path.with_name(f"{path.stem}{replica}.rank{parallel.rank}{path.suffix or '.json'}"))
