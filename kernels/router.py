@@ -69,7 +69,7 @@ def softmax_router(states: Tensor, weight: Tensor, top: int, scale: float) -> tu
     early = launches_early(device)
     with current(device):
         logits_kernel[(ceil_div(experts, 4), tokens)](
-            states=states, weight=weight, logits=logits, D=width, E=experts, EB=4, BD=min(power(width), 1024),
+            states=states, weight=weight, logits=logits, D=width, E=experts, EB=4, BD=min(power(width), 2048),
             num_warps=4,
         )  # fmt: skip
         choose_kernel[(tokens,)](

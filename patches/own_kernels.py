@@ -1,30 +1,26 @@
 """Parts of a model that have kernels of our own in calls of one token, under ``patch(compile=True)``.
 
-No compiler can use which experts are hit, and none joins an MLA layer's norm, rotation and cache row. Every class does
-a little otherwise, so a part is taken over only where, on random inputs, it computes what the class's own forward does
-up to rounding; another part is left to the compiler, or as it is.
+No compiler can use which experts are hit, and none joins an attention layer's rotation and cache row. Classes differ,
+so a part is taken over only where, on random inputs, our kernels compute what the class's own forward does up to
+rounding; another part is left to the compiler, or as it is.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from latent_santa.kernels import unavailable
 
-from .control import CACHE_NAMES
+from .own_attention import own_attention
 
 Forward = Callable[..., Any]
 # relative; a wrong formula is off by as much as the numbers are large
 MOST_ERROR = 0.05
-PROBE = "latent_santa_probe"
 
 
 def own_forward(module: nn.Module, base: nn.Module) -> Forward | None:
@@ -41,7 +37,7 @@ def own_forward(module: nn.Module, base: nn.Module) -> Forward | None:
         found = make(module)
         if found is not None:
             return found
-    return _mla(module, base)
+    return own_attention(module, base, _alike, _states)
 
 
 def _experts(module: Any) -> Forward | None:
@@ -117,102 +113,6 @@ def _router(module: Any) -> Forward | None:
         return dense
 
     return _seen_to_agree(in_order(original), in_order(forward), _states(weight, 8)[0]) and forward
-
-
-def _mla(module: Any, base: Any) -> Forward | None:
-    """Of an MLA module: norm, rotation and cache row in one launch."""
-    parts = ("kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
-    if not all(hasattr(module, name) for name in parts) or not hasattr(base, "rotary_emb"):
-        return None
-    from latent_santa.kernels.linear import linear, plain
-    from latent_santa.kernels.mla_inputs import Angles, mla_inputs
-
-    norm, original = module.kv_a_layernorm, module.forward
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if eps is None or not isinstance(getattr(norm, "weight", None), Tensor):
-        return None
-    rank, rope = module.kv_lora_rank, module.qk_rope_head_dim
-    width = module.qk_nope_head_dim + rope
-    cache_name = next((n for n in CACHE_NAMES if n in inspect.signature(type(module).forward).parameters), "")
-
-    def angles_of(embeddings: Any) -> Angles:
-        if isinstance(embeddings, Tensor):
-            whole = torch.view_as_real(embeddings)
-            return Angles(whole[..., 0], whole[..., 1], True, True)
-        return Angles(*embeddings, bool(getattr(module.config, "rope_interleave", False)), False)
-
-    def inputs(states: Tensor, embeddings: Any, rows: tuple[Tensor, Tensor] | None, place: Tensor | None) -> Any:
-        """Query states ``(B, H, 1, nope + rope)``, and the rows, into which a new one was written."""
-        first, last = module.q_proj if module.q_lora_rank is None else module.q_a_proj, module.kv_a_proj_with_mqa
-        if plain(states[:, 0], first, last):
-            both = linear(states[:, 0], first.weight, last.weight)
-            query, compressed = both.split((first.out_features, last.out_features), -1)
-        else:
-            query, compressed = first(states)[:, 0], last(states)[:, 0]
-        if module.q_lora_rank is not None:
-            query = module.q_b_proj(module.q_a_layernorm(query))
-        query = query.unflatten(-1, (-1, width))
-        if rows is None:
-            rows = tuple(states.new_empty(len(states), 1, 1, n) for n in (rank, rope))  # type: ignore[assignment]
-        assert rows is not None
-        mla_inputs(query, compressed, norm.weight, eps, angles_of(embeddings), rope, *rows, place)
-        return query[:, :, None], *rows
-
-    @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        states: Any = kwargs.get("hidden_states", args[0] if args else None)
-        embeddings, patched = kwargs.get("position_embeddings"), module.__dict__.get("_latent_santa")
-        call = patched and patched.control.thread.call
-        one = isinstance(states, Tensor) and states.shape[1] == 1 and embeddings is not None and len(args) < 2
-        if not one or not call or not call.kind.sampled or torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        cache, layer = kwargs[cache_name], call.layers[module.layer_idx]
-        if layer.place is not None:
-            query, *rows = inputs(states, embeddings, layer.buffers, layer.place)
-        else:
-            query, *new = inputs(states, embeddings, None, None)
-            rows = cache.update(*new, module.layer_idx)
-        out, _ = patched(query, *rows, None, scaling=module.scaling)
-        out, project = out.reshape(len(states), -1), module.o_proj
-        return (linear(out, project.weight) if plain(out, project) else project(out))[:, None], None
-
-    weight = module.kv_a_proj_with_mqa.weight
-    states, place = _states(weight, 1), torch.full((1, 1), 5, device=weight.device)
-    try:
-        embeddings = base.rotary_emb(states, place)
-        wanted = _handed_over(module, states, embeddings, cache_name)
-        found = inputs(states, embeddings, None, None) if isinstance(embeddings, (Tensor, tuple)) else ()
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
-        return None  # it takes other arguments
-    return forward if len(found) == 3 and all(map(_alike, found, wanted)) else None
-
-
-def _handed_over(module: Any, states: Tensor, embeddings: Any, cache_name: str) -> tuple[Tensor, ...]:
-    """What the module's own forward hands to attention and to the cache: query states, latent and rotated key."""
-    seen: list[Tensor] = []
-
-    class Rows:
-        def update(self, *rows: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            seen.extend(rows[:2])
-            return rows[0], rows[1]
-
-    def probe(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-        seen.insert(0, query)
-        return value.transpose(1, 2), None
-
-    config = copy.copy(module.config)
-    config._attn_implementation_internal = PROBE
-    before = module.config
-    ALL_ATTENTION_FUNCTIONS[PROBE] = probe
-    module.config = config
-    try:
-        with torch.no_grad():
-            options = {cache_name: Rows(), "position_embeddings": embeddings, "attention_mask": None}
-            module(hidden_states=states, **options)
-    finally:
-        module.config = before
-        del ALL_ATTENTION_FUNCTIONS[PROBE]
-    return tuple(seen)
 
 
 def _states(weight: Tensor, tokens: int) -> Tensor:

@@ -22,7 +22,7 @@ PARTS = {
 # what has kernels of our own where they run
 OWN = {
     "deepseek_v2-experts": {"DeepseekV2Experts", "DeepseekV2Moe", "DeepseekV2Attention"},
-    "qwen2": set(),
+    "qwen2": {"Qwen2Attention"},
 }
 
 
@@ -82,6 +82,7 @@ def test_a_part_that_somebody_replaced_is_left_alone():
 
 
 def test_patch_compiles_and_unpatch_puts_everything_back(monkeypatch):
+    monkeypatch.setattr("latent_santa.patches.own_kernels.unavailable", lambda device: "no kernels here")
     monkeypatch.setattr(
         sys.modules[Edits.__module__], "compile_parts", functools.partial(compiled.compile_parts, backend="eager")
     )

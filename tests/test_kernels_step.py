@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
+from latent_santa.kernels.gqa_inputs import gqa_inputs
 from latent_santa.kernels.linear import linear, plain
 from latent_santa.kernels.mla_inputs import Angles, mla_inputs
 from latent_santa.kernels.router import softmax_router
@@ -89,3 +90,22 @@ def test_mla_inputs_are_normed_and_rotated(pairs_in: bool, pairs_out: bool, batc
         torch.testing.assert_close(latents[:, 0, row], latent)
         torch.testing.assert_close(keys[:, 0, row], key)
         assert latents.any(-1).sum() == keys.any(-1).sum() == batch  # one row each
+
+
+def test_gqa_inputs_are_rotated_and_the_row_is_written() -> None:
+    batch, heads, groups, width, room = 2, 6, 3, 12, 5
+    query, key, value = (normal(batch, n, width, seed=n) for n in (heads, groups, groups + 1))
+    value = value[:, :groups]
+    turns = normal(1, 1, width // 2, seed=3).repeat(1, 1, 2)
+    angles = Angles(turns.cos(), turns.sin(), False, False)
+    cos, sin = (part[..., : width // 2] for part in angles[:2])
+    states, keys, values = (
+        query.clone(),
+        torch.zeros(batch, groups, room, width),
+        torch.zeros(batch, groups, room, width),
+    )
+    gqa_inputs(states, key, value, angles, keys, values, torch.tensor([2]))
+    torch.testing.assert_close(states, turned(query, cos, sin, angles))
+    torch.testing.assert_close(keys[:, :, 2], turned(key, cos, sin, angles))
+    assert torch.equal(values[:, :, 2], value)
+    assert keys.any(-1).sum() == values.any(-1).sum() == batch * groups

@@ -27,7 +27,8 @@ TAKEN = {
     "deepseek_v2-q_lora": {"DeepseekV2Attention"},
     "deepseek_v3": {"DeepseekV3Attention"},
     "deepseek_v3-plain_rope": {"DeepseekV3Attention"},
-    "qwen2": set(),
+    "qwen2": {"Qwen2Attention"},
+    "qwen3": {"Qwen3Attention"},
 }
 
 
