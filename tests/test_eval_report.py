@@ -12,11 +12,13 @@ from dataclasses import replace
 
 import pytest
 
+from latent_santa.config import SantaConfig
 from latent_santa.eval.cli import main
 from latent_santa.eval.report import plots, tables
 from latent_santa.eval.report.summary import exit_code, pooled_access, summarise, write_reports
 from latent_santa.eval.run.conditions import slug
 from latent_santa.eval.run.store import Store
+from latent_santa.methods import METHODS
 from tests.eval_support import DENSE
 from tests.report_runs import PAPER, POOLED, make_run, same
 
@@ -113,6 +115,14 @@ def test_files_are_rebuilt_the_same(tmp_path):
     text = before["table.md"].decode()
     assert "not RULER scores" in text and "paper:" not in text and "all 13" not in text
     assert "RULER" not in text.replace("not RULER scores", "")
+
+
+def test_a_picture_of_many_methods_has_its_names_below(tmp_path):
+    methods = [SantaConfig(method=name, budget=64) for name, method in METHODS.items() if "budget" in method.settings]
+    assert len(methods) > plots.FEW
+    write_reports(make_run(tmp_path, {c: same([1, 0, 1, 1]) for c in (DENSE, *methods)}))
+    assert struct.unpack(">II", (tmp_path / "access_accuracy.png").read_bytes()[16:24]) == (1125, 1350)
+    assert len({plots.look(number) for number in range(30)}) == 30
 
 
 def test_without_results_there_is_no_picture(tmp_path):
