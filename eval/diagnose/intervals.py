@@ -27,7 +27,8 @@ def over_prompts(values: Mapping[str, Sequence[float]], seed: int) -> dict[str, 
 def shown(interval: Mapping[str, float | None], digits: int = 3, factor: float = 1.0) -> str:
     """A mean as text, with its interval where it has one."""
     mean, low, high = (
-        None if value is None else value * factor for value in map(interval.get, ("mean", "low", "high"))
+        None if value is None else round(value * factor, digits) + 0.0  # no -0.0
+        for value in map(interval.get, ("mean", "low", "high"))
     )
     text = f"{mean:.{digits}f}"
     return text if low is None or high is None else f"{text} [{low:.{digits}f}, {high:.{digits}f}]"

@@ -16,7 +16,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto
 table { border-collapse: collapse } div { overflow-x: auto; margin: 1rem 0 } img { max-width: 100% }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top }
 th:first-child, td:first-child, .words th, .words td { text-align: left } th { cursor: pointer }
-td { white-space: nowrap } .words td { white-space: normal; overflow-wrap: anywhere }
+td:not(:first-child) { white-space: nowrap } .words td { white-space: normal; overflow-wrap: anywhere }
 th[data-sign="1"]::after { content: " \\25B2" } th[data-sign="-1"]::after { content: " \\25BC" }
 .words { width: 100% } .words td:last-child { width: 60% }
 mark { background: #bde5bd } .none { color: #a33 } .lead { font-size: 1.15rem } small { color: #666 }

@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from latent_santa.eval.diagnose.intervals import over_prompts, shown
+from latent_santa.eval.diagnose.intervals import shown
+from latent_santa.eval.report import equal_rows
 from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.tables import has_bounds, markdown_table
 
 ROOT = Path(__file__).parents[1] / "results"
 FRONTIER = "diagnose/frontier"
 LEVELS = (20.0, 40.0, 50.0, 65.0)  # percent of dense's rows
+SCORE_LEVELS = (27.0, 40.0, 50.0, 65.0)
 SHORT = 50.0  # the level that README shows
 FEWEST = 6  # prompts per task, of which a resampled interval says anything
 PAPER = "SANTA++ contiguous 16/4 per head"
 QWEN_MLA = "the same network written as DeepSeek-V2 (MLA)"
+FIELD = "field_4096"  # the run of scores that has every method
 RUNS = {
+    FIELD: "embedded model (MLA), 4K, every method",
     "tiny": "embedded model (MLA), 2K",
     "tiny_4096": "embedded model (MLA), 4K",
     "tiny_8192": "embedded model (MLA), 8K",
@@ -41,48 +43,6 @@ RUNS = {
 }
 MARKS = ("<!-- made by eval/report/results_page.py -->\n", "<!-- end of what is made -->\n")
 
-Errors = dict[str, list[float]]
-
-
-def at_rows(lines: Sequence[dict[str, Any]], level: float) -> Errors | None:
-    """Each prompt's error of one method where it reads `level` percent of the rows, by task.
-
-    lines: its measured budgets. Between two of them the logarithm of the error lies on a straight line over rows, as
-    errors fall by about equal factors; outside there is none.
-    """
-    ordered = sorted(lines, key=lambda line: line["kv"])
-    rows = [line["kv"] for line in ordered]
-    if not rows[0] <= level <= rows[-1]:
-        return None
-    tasks = ordered[0]["error_of_prompt"]
-    return {
-        task: [
-            float(np.exp(np.interp(level, rows, [np.log(line["error_of_prompt"][task][prompt]) for line in ordered])))
-            for prompt in range(len(tasks[task]))
-        ]
-        for task in tasks
-    }
-
-
-def ranking(frontier: dict[str, Any], level: float) -> list[tuple[str, dict[str, Any], dict[str, Any] | None]]:
-    """Methods that reach a level of rows, least error first: name, its error, and its paired error minus the paper's.
-
-    Methods that scan every key are left out: their rows are counted at 100 % or more.
-    """
-    methods: dict[str, list[dict[str, Any]]] = {}
-    for line in frontier["lines"]:
-        if line["bound"] is None and not line["full"]:
-            methods.setdefault(line["name"], []).append(line)
-    found = {name: errors for name, lines in methods.items() if (errors := at_rows(lines, level)) is not None}
-    seed, paper = frontier["settings"]["seed"], found.get(PAPER)
-    ranked = []
-    for name, errors in found.items():
-        minus = None
-        if paper is not None and name != PAPER:
-            minus = {task: list(np.subtract(own, paper[task])) for task, own in errors.items()}
-        ranked.append((name, over_prompts(errors, seed), minus and over_prompts(minus, seed)))
-    return sorted(ranked, key=lambda entry: entry[1]["mean"])
-
 
 def verdict(low: float | None, high: float | None, lower_wins: bool) -> str:
     """What an interval of a difference says: won, lost, or nothing where it reaches zero or is not known."""
@@ -91,19 +51,30 @@ def verdict(low: float | None, high: float | None, lower_wins: bool) -> str:
     return "won" if (high < 0) == lower_wins else "lost"
 
 
-def _ranked_table(frontier: dict[str, Any], level: float) -> str:
-    lines = []
-    for name, error, minus in ranking(frontier, level):
-        span = "" if minus is None else shown(minus, 3)
-        lines.append(
-            [
-                name,
-                shown(error, 3),
-                span,
-                "" if minus is None else verdict(minus["low"], minus["high"], lower_wins=True),
-            ]
-        )
-    return markdown_table(["method", "attention error", "minus per head, paired", ""], lines)
+def _errors_at(frontier: dict[str, Any], level: float) -> list[equal_rows.Ranked]:
+    return equal_rows.ranking(equal_rows.errors(frontier), level, PAPER, frontier["settings"]["seed"], logarithmic=True)
+
+
+def _scores_at(level: float) -> list[equal_rows.Ranked]:
+    """Highest first."""
+    methods = equal_rows.scores(_read(f"{FIELD}/summary.json"), ROOT / FIELD / "answers.csv", MEAN)
+    return equal_rows.ranking(methods, level, PAPER, 0, logarithmic=False)[::-1]
+
+
+def _cells(entry: equal_rows.Ranked, of_errors: bool) -> list[str]:
+    """What a table says of a ranked method: its number, that minus the paper's, and what their interval says."""
+    _, numbers, minus = entry
+    digits, factor = (3, 1.0) if of_errors else (1, 100.0)
+    if minus is None:
+        return [shown(numbers, digits, factor), "", ""]
+    said = verdict(minus["low"], minus["high"], lower_wins=of_errors)
+    return [shown(numbers, digits, factor), shown(minus, digits, factor), said]
+
+
+def _ranked_table(ranked: Sequence[equal_rows.Ranked], of_errors: bool) -> str:
+    what = "attention error" if of_errors else "score"
+    lines = [[entry[0], *_cells(entry, of_errors)] for entry in ranked]
+    return markdown_table(["method", what, "minus per head, paired", ""], lines)
 
 
 def _single(frontier: dict[str, Any]) -> dict[str, float]:
@@ -143,8 +114,12 @@ def _read(path: str) -> Any:
 
 
 def short() -> str:
-    """The ranking that README shows."""
-    return _ranked_table(_read(f"{FRONTIER}/frontier.json"), SHORT)
+    """The ranking that README shows: by attention error, and the scores beside it."""
+    scored = {entry[0]: _cells(entry, False) for entry in _scores_at(SHORT)}
+    ranked = _errors_at(_read(f"{FRONTIER}/frontier.json"), SHORT)
+    lines = [[entry[0], *_cells(entry, True), *scored.get(entry[0], ["-", "", ""])] for entry in ranked]
+    header = ["method", "attention error", "minus per head", "", "score", "minus per head", ""]
+    return markdown_table(header, lines)
 
 
 def page() -> str:
@@ -166,13 +141,23 @@ def page() -> str:
         f"![attention error against rows read]({FRONTIER}/frontier.png)\n"
     ]
     for level in LEVELS:
-        parts.append(f"\n### {level:.0f} % of the rows\n\n{_ranked_table(frontier, level)}")
+        parts.append(f"\n### {level:.0f} % of the rows\n\n{_ranked_table(_errors_at(frontier, level), True)}")
     for name, level in _single(frontier).items():
-        parts.append(f"\n### {level:.1f} % of the rows, where {name} stands\n\n{_ranked_table(frontier, level)}")
+        made = _ranked_table(_errors_at(frontier, level), True)
+        parts.append(f"\n### {level:.1f} % of the rows, where {name} stands\n\n{made}")
     parts.append(
         "\n### Methods that scan every key\n\nBound: the rows that were attended, of dense's, as if no scan had been "
         f"needed to choose them.\n\n{_scans_table(frontier)}"
     )
+    field = _read(f"{FIELD}/summary.json")
+    parts.append(
+        f"\n## Task scores at equal rows: {RUNS[FIELD]}\n\n{field['mean']}, {field['n']} prompts per task; "
+        f"{field['data']}. Folder `{FIELD}`. As above, but each prompt's score lies on a straight line over rows "
+        "between two measured budgets, and `won` is a higher score. Dense decoding scores "
+        f"{next(e for e in field['conditions'] if e['method'] == 'dense')['cells'][MEAN]['score']['value']:.1f}.\n"
+    )
+    for level in SCORE_LEVELS:
+        parts.append(f"\n### Scores at {level:.0f} % of the rows\n\n{_ranked_table(_scores_at(level), False)}")
     for folder, title in RUNS.items():
         summary = _read(f"{folder}/summary.json")
         least = f"{summary['n']} prompts per task" + ("" if _fewest(summary) == summary["n"] else " at most")
