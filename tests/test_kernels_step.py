@@ -13,12 +13,10 @@ from latent_santa.kernels.mla_inputs import Angles, mla_inputs
 from latent_santa.kernels.router import softmax_router
 from latent_santa.kernels.support import interpreting
 
+from .step_cases import normal, turned
+
 if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top", "width"), [(1, 9, 4, 41), (3, 17, 1, 1500)])
@@ -57,13 +55,6 @@ def test_layers_that_do_more_than_a_product_are_no_plain_ones() -> None:
     assert not plain(states, torch.nn.Linear(4, 6))
     layer.register_forward_hook(lambda *args: None)
     assert not plain(states, layer)
-
-
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, angles: Angles) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    first, second = (x[..., 0::2], x[..., 1::2]) if angles.pairs_in else (x[..., :half], x[..., half:])
-    found = first * cos - second * sin, second * cos + first * sin
-    return torch.stack(found, -1).flatten(-2) if angles.pairs_out else torch.cat(found, -1)
 
 
 @pytest.mark.parametrize(("pairs_in", "pairs_out"), [(True, True), (True, False), (False, False)])
