@@ -114,7 +114,7 @@ class Launches:
             bits=16 if routed.scales is None else routed.bits,
             teams_per_head=sampling.k,
             most_rows=step.teams.most_rows((step.all_heads if sampling.pooled else step.heads) * sampling.k),
-            whole=step.peers is None,
+            joint=step.peers is None and (sampling.pooled or sampling.shared),
             processors=processors(device),
             shared_memory=shared_memory(device),
             **self._parent_shapes(),

@@ -103,7 +103,7 @@ class PagedLaunches:
             most_rows=min(heads * k * (p - r + 1), rows),
             processors=processors(cache.device),
             shared_memory=shared_memory(cache.device),
-            whole=False,  # rows are in blocks of many requests
+            joint=False,  # rows are in blocks of many requests
             **first,
         )
         self.shapes = self.shapes._replace(teams_per_head=min(k, self.shapes.places))

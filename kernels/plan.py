@@ -32,7 +32,8 @@ class Shapes(NamedTuple):
         teams_per_head: K, or K2 of two stages, at most the number of places.
         most_rows: an upper bound on the prompt rows of a union.
         shared_memory: what one program may use, in bytes.
-        whole: one cache has the rows and this process all heads of a group; else the plan is never for many heads.
+        joint: one cache has the rows, this process all heads of a group, and they read much the same rows: pooled, or
+            with one draw for all. Else the plan is never for many heads.
         parents: C of two stages, 0 in one; ``parents_per_head`` is K1, and ``most_teams`` the most of any one parent.
     """
 
@@ -52,7 +53,7 @@ class Shapes(NamedTuple):
     most_rows: int
     processors: int
     shared_memory: int
-    whole: bool = False
+    joint: bool = False
     parents: int = 0
     parents_per_head: int = 0
     most_teams: int = 0
@@ -164,7 +165,7 @@ def choose(s: Shapes) -> Plan:
     block, coarse = maxima(s.places, s.teams_per_head)
     parent_block, parent_coarse = maxima(s.parents, s.parents_per_head)
     tall = heads <= 8
-    many = heads > 32 and s.latent and s.whole and not exact and s.shared_memory >= 200 << 10
+    many = heads > 32 and s.latent and s.joint and not exact and s.shared_memory >= 200 << 10
     # selections are read in words of 32 heads
     attend_heads = 8 if tall else 64 if many else min(max(heads, 16), 32)
     attend_rows = 32 if many else 64 if wide or sequences < 16 else 32

@@ -242,6 +242,8 @@ def test_goals_belong_to_their_settings() -> None:
     assert goal_of("mla", 16, 8, 131072, "pooled", 32, "model") is None
     assert goal_of("mla", 16, 8, 131072, "per_head", 8, "model") is None
     assert [goal_of("mla", 16, 32, 65536, "pooled", 32, "model", two) for two in (False, True)] == [None, 3.5]
+    many = ("mla", 128, 8, 131072, "pooled", 16, "model", True)
+    assert [goal_of(*many, noise) for noise in ("shared", "independent")] == [2.0, None]
     assert len({goal.key for goal in GOALS}) == len(GOALS)
 
 

@@ -205,5 +205,5 @@ def _set_goals(record: dict[str, Any]) -> None:
     for entry in record["sampled"]:
         entry["goal"] = goal_of(
             w["layout"], w["heads"], w["batch"], w["context"], entry["estimator"], entry["k"], entry["routing_dtype"],
-            entry["parents"] is not None,
+            entry["parents"] is not None, entry["noise"],
         )  # fmt: skip

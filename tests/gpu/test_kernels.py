@@ -63,16 +63,17 @@ def test_mla_128_heads(query_dtype: torch.dtype) -> None:
     check(step, 4, BRAIN if query_dtype == torch.bfloat16 else EXACT)
 
 
-@pytest.mark.parametrize("heads", [40, 64, 128, 200])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(40, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16), (200, torch.bfloat16)]
+)
 def test_many_heads(heads: int, dtype: torch.dtype) -> None:
-    """A query in the rows' dtype: 64 heads at a time, and routing that keeps its queries where noise is shared."""
+    """A query in the rows' dtype: 64 heads at a time, over lists that a launch of their own makes."""
     step = make_step(
         heads=heads, lengths=(5000, 2111), suffix=37, hidden=3, dtype=dtype, query_dtype=dtype, device="cuda",
         summary="mean", **MLA,
     )  # fmt: skip
     tolerance = BRAIN if dtype == torch.bfloat16 else HALF
-    for k, parents in ((4, None), (32, None), (4, 16), (16, 16), (32, 64), (170, 200)):
+    for k, parents in ((4, None), (32, None), (4, 16), (16, 16)):
         check(step, k, tolerance, parents=parents)
 
 
