@@ -8,14 +8,13 @@ that no draw can select. A team keeps its number, and with it its noise, whether
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .parent_records import ParentRecords
 from .teams import Room, Teams
 
 
@@ -75,46 +74,59 @@ def has_room(teams: Teams, spans: int) -> bool:
 
 
 @torch.inference_mode()
-def append_(teams: Teams, new: Teams, start: int, spans: int) -> None:
-    """Write the teams of ``spans`` parents into the records' room, in place and without waiting for the device.
+def append_(records: Sequence[Teams], new: Sequence[Teams], start: int, spans: int) -> None:
+    """Write the teams of ``spans`` parents into the room of several layers' records, without waiting for the device.
 
     They are numbered after the teams that each sequence and group has, which padding may make fewer in one than in
-    another; so where they go is found on the device.
+    another; so where they go is found on the device, for all layers at once, because launches are what it costs.
 
     Args:
-        teams: records that :func:`has_room` for them.
-        new: teams of the cache rows from ``start`` on, M no more than so many parents can have.
+        records: of each layer, ``(B, G)`` alike; :func:`has_room` for the teams in each.
+        new: each layer's teams of the cache rows from ``start`` on, M no more than so many parents can have.
         start: the first of these rows, which is behind every row grouped so far.
     """
-    room = teams.room
-    assert room is not None and has_room(teams, spans) and start >= room.rows
-    assert new.M <= spans * room.per_parent and start + new.length <= teams.length
-    offset = teams.count.long()[..., None]
-    write = _writer(offset + torch.arange(new.M, device=offset.device))
-    own = new.team_of_row
-    teams.team_of_row[..., start : start + new.length] = torch.where(own >= 0, own + teams.count[..., None], -1)
-    write(teams.sizes, new.sizes)
-    write(teams.representative, torch.where(new.representative >= 0, new.representative + start, -1))
-    for part, later in zip(teams.routing_keys, new.routing_keys, strict=True):
-        part.write_(later, write)
-    if teams.parents is not None:
-        assert new.parents is not None
-        _append_parents(teams.parents, new.parents, write)
-        room.parents += new.parents.C
-    teams.count.add_(new.count)
-    room.rows, room.teams, room.filled = start + new.length, room.teams + new.M, room.filled + spans
+    count, width, length = torch.stack([teams.count for teams in records]), new[0].M, new[0].length
+    place = count.long()[..., None] + torch.arange(width, device=count.device)
+    own = torch.stack([teams.team_of_row for teams in new])
+    teams_of_rows = torch.where(own >= 0, own + count[..., None], -1)
+    representative = torch.stack([teams.representative for teams in new])
+    representative = torch.where(representative >= 0, representative + start, -1)
+    for layer, (teams, later) in enumerate(zip(records, new, strict=True)):
+        room = teams.room
+        assert room is not None and has_room(teams, spans) and start >= room.rows
+        assert later.M == width <= spans * room.per_parent and start + length <= teams.length
+        write = _writer(place[layer])
+        teams.team_of_row[..., start : start + length] = teams_of_rows[layer]
+        write(teams.sizes, later.sizes)
+        write(teams.representative, representative[layer])
+        for part, more in zip(teams.routing_keys, later.routing_keys, strict=True):
+            part.write_(more, write)
+        room.rows, room.teams, room.filled = start + length, room.teams + width, room.filled + spans
+    if records[0].parents is not None:
+        _append_parents(records, new, place)
+    torch._foreach_add_([teams.count for teams in records], [teams.count for teams in new])
 
 
-def _append_parents(parents: ParentRecords, new: ParentRecords, write_teams: Callable[[Tensor, Tensor], None]) -> None:
-    offset = parents.count[..., None]
-    write = _writer(offset.long() + torch.arange(new.C, device=offset.device))
-    write_teams(parents.of_team, torch.where(new.of_team >= 0, new.of_team + offset, -1))
-    write(parents.sizes, new.sizes)
-    for part, later in zip(parents.keys, new.keys, strict=True):
-        part.write_(later, write)
-    for spread, other in zip(parents.spread, new.spread, strict=True):
-        write(spread, other)
-    parents.count.add_(new.count)
+def _append_parents(records: Sequence[Teams], new: Sequence[Teams], teams_at: Tensor) -> None:
+    pairs = [(old.parents, later.parents) for old, later in zip(records, new, strict=True)]
+    known = [(old, later) for old, later in pairs if old is not None and later is not None]
+    assert len(known) == len(pairs)
+    count, width = torch.stack([old.count for old, _ in known]), known[0][1].C
+    place = count.long()[..., None] + torch.arange(width, device=count.device)
+    of_team = torch.stack([later.of_team for _, later in known])
+    of_team = torch.where(of_team >= 0, of_team + count[..., None], -1)
+    for layer, (old, later) in enumerate(known):
+        write = _writer(place[layer])
+        _writer(teams_at[layer])(old.of_team, of_team[layer])
+        write(old.sizes, later.sizes)
+        for part, more in zip(old.keys, later.keys, strict=True):
+            part.write_(more, write)
+        for spread, other in zip(old.spread, later.spread, strict=True):
+            write(spread, other)
+        room = records[layer].room
+        assert room is not None
+        room.parents += width
+    torch._foreach_add_([old.count for old, _ in known], [later.count for _, later in known])
 
 
 def _writer(place: Tensor) -> Callable[[Tensor, Tensor], None]:

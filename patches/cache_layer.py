@@ -44,6 +44,7 @@ class TeamLayer(DynamicLayer):
         grouped: team records and spans.
         waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
         limit: most rows behind the last grouping in a decoding call, where generated rows are grouped; else 0.
+        coming: teams in the making of the oldest rows behind the last grouping, or None.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
         observed: queries of the last prompt's end, where somebody asked for them.
         buffers: where the rows lie, with free ones behind them; None while they lie elsewhere.
@@ -61,6 +62,7 @@ class TeamLayer(DynamicLayer):
         self.grouped = Grouped()
         self.waiting: tuple[int, int] | None = None
         self.limit = 0
+        self.coming: Any = None
         self.noise_key: Tensor | None = None
         self.observed: Observed | None = None
         self.asked: int | None = None
@@ -209,6 +211,8 @@ class TeamLayer(DynamicLayer):
         length = self.get_seq_length()
         if length == before:
             return
+        if self.coming is not None and length < self.coming.stop:
+            self.coming = None
         if length < self.grouped.stop:
             self.regroup()
         elif self.waiting is not None:
@@ -219,7 +223,7 @@ class TeamLayer(DynamicLayer):
         super().reset()
         self._set(None, None)
         self.is_initialized = False
-        self.buffers = self.graph = None
+        self.buffers = self.graph = self.coming = None
         self._reserve = 0
         self.grouped, self.waiting, self.noise_key, self.observed = Grouped(), None, None, None
 
@@ -290,7 +294,7 @@ class TeamLayer(DynamicLayer):
         """
         self._set(to.keys, to.values)
         self.buffers, self.grouped, self.waiting, self.noise_key = to.buffers, to.grouped, to.waiting, None
-        self.observed = to.observed
+        self.observed, self.coming = to.observed, None
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Hold these rows ``(B, heads, N, D)`` instead of the present ones; the teams stay."""

@@ -25,9 +25,10 @@ from .cache_layer import TeamLayer, adopt_cache
 from .calls import Kind, ModelCall, classify
 from .families import Adapter
 from .graphs import StepGraphs
-from .grouping import group_waiting, regroup_generated
+from .grouping import group_waiting
 from .last_token import last_token, replace_last
 from .limits import context_limit
+from .regrouping import due, regroup_generated
 from .spread_counts import SpreadCounts
 
 CACHE_NAMES = ("cache", "past_key_values")
@@ -199,7 +200,7 @@ class Control:
         graph = layers[0].graph
         if graph is None or graph.conditions.config is not self.config or not graph.stands(layers):
             return False
-        return all(layer.waiting is None and not 0 < layer.limit <= layer.open_rows for layer in layers)
+        return all(layer.waiting is None and not due(layer) for layer in layers)
 
     def _known(self, layer: TeamLayer) -> bool:
         """Whether this generation showed its padding for the cache before: ``generate`` only adds to a mask.

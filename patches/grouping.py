@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from latent_santa.config import SantaConfig
-from latent_santa.growth import append_, has_room, with_room
-from latent_santa.integers import ceil_div
 from latent_santa.methods import METHODS
 from latent_santa.parent_records import ParentRecords
 from latent_santa.probes import fingerprints
@@ -25,8 +23,6 @@ from .families import Adapter
 from .layer_state import Grouped
 
 T = TypeVar("T")
-
-LEAST_ROOM = 256  # rows
 
 
 def group_waiting(
@@ -64,12 +60,12 @@ def group_waiting(
         seen = None if visible is None else visible[:, :stop]
         new = Grouped(None, stop, (), grouping, seen)
         if method.window:
-            _, rows, member = _span(waiting, theirs, visible, 0, stop)
+            _, rows, member = span_of(waiting, theirs, visible, 0, stop)
             member = member & (torch.arange(stop, device=member.device) >= start)
             asked = (_queries(layers[n], adapters[n], start, stop, visible, config) for n in numbers)
             records: Iterable[Teams | None] = method.build_by_queries(asked, rows, member, config)
         else:
-            points, rows, member = _span(waiting, theirs, visible, start, stop)
+            points, rows, member = span_of(waiting, theirs, visible, start, stop)
             early = member & _early(visible, member, start, first)
             member = member & ~early
             spans, mixed = _apart(early, member, start)
@@ -82,7 +78,7 @@ def group_waiting(
             records = method.build(points, rows, member, config)
         for n, teams in zip(numbers, records, strict=True):
             if teams is not None:
-                teams = _agreed(teams, adapters[n], teams.sizes.device)
+                teams = agreed(teams, adapters[n], teams.sizes.device)
             layers[n].grouped = _extended(layers[n].grouped, new, teams, start, config)
             layers[n].waiting = None
 
@@ -117,72 +113,7 @@ def _queries(
     return PromptQueries(folded, held.scale, visible[:, :stop].to(states.device), others)
 
 
-def regroup_generated(
-    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, config: SantaConfig
-) -> None:
-    """Group the oldest rows of exact suffixes that have reached ``regroup_after`` rows.
-
-    With contiguous parents these are whole parents, as few as leave less than ``regroup_after`` rows, and nothing waits
-    for the device. With k-means they are all rows, clustered like a further turn. The teams are written into room
-    behind the records. Arguments as in :func:`group_waiting`, which comes first.
-    """
-    method = METHODS[config.method]
-    after = method.regroup_after(config)
-    for layer in layers:
-        layer.limit = after if layer.grouped.teams is not None else 0
-    if not after:
-        return
-    even, size = method.parents(config) == "contiguous", config.parent_size
-    _make_room(layers, config)
-    jobs: dict[tuple[torch.device, int, int], list[int]] = {}
-    for n, layer in enumerate(layers):
-        if layer.limit and layer.open_rows >= after:
-            rows = size * ceil_div(layer.open_rows - after + 1, size) if even else layer.open_rows
-            jobs.setdefault((layer.keys.device, layer.grouped.stop, layer.grouped.stop + rows), []).append(n)
-    for (_, start, stop), numbers in jobs.items():
-        spans = _parents_of(stop - start, config)
-        span = _span([layers[n] for n in numbers], [adapters[n] for n in numbers], visible, start, stop)
-        seen = None if visible is None else visible[:, :stop]
-        # few rows, so all layers' at once
-        built = method.build(*span, config, spans if even else None)
-        records = _agreed(list(built), adapters[numbers[0]], span[2].device)
-        for n, teams in zip(numbers, records, strict=True):
-            assert teams is not None
-            old = _roomy(layers[n], spans, config)
-            append_(old, _coded(teams, old, config), start, spans)
-            layers[n].grouped = replace(layers[n].grouped, stop=stop, seen=seen)
-
-
-def _make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> None:
-    """Give records room for the teams of all rows that the cache may hold before it moves."""
-    for layer in layers:
-        if layer.limit and layer.room > layer.grouped.stop:
-            _roomy(layer, _parents_of(layer.room - layer.grouped.stop, config), config)
-
-
-def _parents_of(rows: int, config: SantaConfig) -> int:
-    """The most parents that a span of rows forms (Algorithm 3, line 3, asks for two at least)."""
-    return max(2 if METHODS[config.method].parents(config) == "kmeans" else 0, ceil_div(rows, config.parent_size))
-
-
-def _roomy(layer: TeamLayer, spans: int, config: SantaConfig) -> Teams:
-    """The layer's records, with room for ``spans`` more parents; copied where there is too little.
-
-    New room is for an eighth of the grouped rows, or 256, so that copies are few and little padding is scored.
-    """
-    teams = layer.grouped.teams
-    assert teams is not None, "nothing is grouped yet"
-    if not has_room(teams, spans):
-        method = METHODS[config.method]
-        rows = max(LEAST_ROOM, teams.covered // 8)
-        most = max(spans, ceil_div(rows, config.parent_size))
-        even = method.parents(config) == "contiguous"
-        teams = with_room(teams, most, config.parent_size, method.per_parent(config), even)
-        layer.grouped = replace(layer.grouped, teams=teams)
-    return teams
-
-
-def _span(
+def span_of(
     layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, start: int, stop: int
 ) -> tuple[list[Tensor], list[Rows], Tensor]:
     """A span of rows of several layers on one device: points, rows, and ``(B, n)`` bool, which are no padding."""
@@ -199,7 +130,7 @@ def _span(
     return points, rows, member
 
 
-def _agreed(records: T, adapter: Adapter, device: torch.device) -> T:
+def agreed(records: T, adapter: Adapter, device: torch.device) -> T:
     """The same records in all processes that hold the same rows: rounding could make other teams of them."""
     if adapter.peers is None or adapter.groups_apart:
         return records
@@ -226,17 +157,18 @@ def _extended(old: Grouped, new: Grouped, teams: Teams | None, start: int, confi
     """The old records with a new span, which ``teams`` were made of; rows between the two stay an exact span."""
     between = ((old.stop, start),) if start > old.stop else ()
     if teams is not None:
-        teams = _coded(teams, old.teams, config).behind(new.stop - teams.length)
+        teams = coded_like(teams, old.teams, config).behind(new.stop - teams.length)
         if old.teams is not None:
             teams = join_teams(old.teams, teams)
     return replace(new, teams=teams, exact=(*old.exact, *between, *new.exact), mixed=old.mixed or new.mixed)
 
 
-def _coded(teams: Teams, earlier: Teams | None, config: SantaConfig) -> Teams:
+def coded_like(teams: Teams, earlier: Teams | None, config: SantaConfig) -> Teams:
     """The teams with what routing reads in the configured representation, like ``earlier`` teams of the layer."""
-
     # what other methods keep in place of routing keys may be no keys at all
     routing_dtype = config.used().get("routing_dtype", "model")
+    if routing_dtype == "model":
+        return teams
 
     def coded(new: Teams | ParentRecords, old: Teams | ParentRecords | None, keys: str) -> tuple[RoutingKeys, ...]:
         held = None if old is None else getattr(old, keys)

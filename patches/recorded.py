@@ -16,7 +16,7 @@ from latent_santa.rows import Rows
 from latent_santa.teams import Teams
 
 from .calls import Kind, ModelCall
-from .grouping import regroup_generated
+from .regrouping import regroup_generated
 
 if TYPE_CHECKING:
     from .control import Control

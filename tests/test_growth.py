@@ -62,7 +62,7 @@ def grown(case, config, room=None):
         if room is None:
             teams = join_teams(teams, part.behind(here))
         else:
-            append_(teams, part, here, 1)
+            append_([teams], [part], here, 1)
     left = Suffix(case.suffix.index[rows:], None if seen is None else seen[:, rows:])
     return replace(case, teams=teams, suffix=left)
 
@@ -139,7 +139,7 @@ def test_codes_are_written_under_the_first_center(dtype):
         if bound is None:
             joined = join_teams(first, new.behind(start))
     roomy = with_room(first, 3, P, R)
-    append_(roomy, new, start, SPANS)
+    append_([roomy], [new], start, SPANS)
     same_records(roomy, joined)
     assert all(part.scales.is_contiguous() for part in roomy.routing_keys)
 

@@ -10,7 +10,7 @@ import torch
 import latent_santa
 from latent_santa.growth import with_room
 from latent_santa.methods import METHODS
-from latent_santa.patches import cache_layer, grouping
+from latent_santa.patches import cache_layer, grouping, regrouping
 
 from .call_again import on_the_cpu
 from .test_generation import (
@@ -184,10 +184,10 @@ def test_captured_steps_go_on_while_teams_come_to_the_records(latent, settings):
 
 
 def test_room_grows_by_a_copy(latent, monkeypatch):
-    monkeypatch.setattr(grouping, "LEAST_ROOM", 2 * P)
+    monkeypatch.setattr(regrouping, "LEAST_ROOM", 2 * P)
     monkeypatch.setattr(cache_layer, "LEAST_RESERVE", 2 * P)
     copies = []
-    monkeypatch.setattr(grouping, "with_room", lambda *args: copies.append(args) or with_room(*args))
+    monkeypatch.setattr(regrouping, "with_room", lambda *args: copies.append(args) or with_room(*args))
     _, wanted, _ = decode_by_hand(latent, prompt(30), 30)
     with latent_santa.patch(latent, **EVERY_TEAM) as santa:
         assert_close(decode_by_hand(latent, prompt(30), 30)[1], wanted)
@@ -259,3 +259,61 @@ def test_settings():
     for wrong in (-1, 15, True, 1.5, "never"):
         with pytest.raises(ValueError, match="regroup_after"):
             config(regroup_after=wrong)
+
+
+AHEAD = {**SMALL, "regroup_after": 32}  # whose teams are made two steps before they come
+
+
+@pytest.mark.parametrize("settings", [{}, {"routing": "two_stage", "parents_per_head": 3}, {"routing_dtype": "int8"}])
+def test_teams_made_ahead_are_those_made_at_once(latent, settings, monkeypatch):
+    """Contiguous parents: the same teams at the same steps, to the bit."""
+    ids, mask = padded([11, 30])
+    with latent_santa.patch(latent, **{**AHEAD, **settings}) as santa:
+        ahead = generate(latent, ids, 45, attention_mask=mask)
+        counts = per_step(santa)
+        assert max(row[2] for row in counts) == 64  # of two sequences
+        santa.reset()
+        monkeypatch.setattr(regrouping, "SHARE", 1000)
+        at_once = generate(latent, ids, 45, attention_mask=mask)
+        assert per_step(santa) == counts
+    for one, two in zip(ahead.scores, at_once.scores, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_kmeans_clusters_the_rows_that_were_there_some_steps_before(latent):
+    """At 30 open rows clustering begins, and at 32 the 30 leave the suffix: no step waits for a whole clustering."""
+    with latent_santa.patch(latent, **{**AHEAD, "parents": "kmeans"}) as santa:
+        output = generate(latent, prompt(30), 66)
+        # the call that finds 32 open rows keeps two of them and adds its own
+        assert [row[2] for row in per_step(santa)] == [0, *range(1, 33), *range(3, 33), *range(3, 6)]
+        for layer in cache_of(output).layers:
+            assert layer.grouped.stop == 90 and layer.grouped.exact == () and layer.coming is None
+            assert (layer.grouped.teams.team_of_row[..., :90] >= 0).all()
+
+
+@pytest.mark.parametrize("parents, kept", [("kmeans", 8), ("kmeans", 30), ("contiguous", 2), ("contiguous", 8)])
+def test_rows_that_go_take_the_teams_made_of_them_along(latent, parents, kept):
+    """A cache cropped while teams are in the making, and filled with other tokens, is one that never held the first."""
+    name = cache_name(latent)
+
+    def fed(tokens, cache):
+        with torch.no_grad():
+            for token in tokens:
+                scores = latent(torch.tensor([[token]]), use_cache=True, **{name: cache}).logits
+        return scores
+
+    with latent_santa.patch(latent, **{**AHEAD, "parents": parents}):
+        first, then = list(range(3, 34)), list(range(40, 76 - kept))
+        found, wanted = (decode_by_hand(latent, prompt(30), 1)[2] for _ in range(2))
+        fed(first, found)
+        assert all(layer.coming is not None for layer in found.layers)
+        found.crop(kept - 31)
+        # contiguous parents are made of the four oldest rows, which are still there
+        assert all((layer.coming is None) == (kept < (30 if parents == "kmeans" else P)) for layer in found.layers)
+        ours = fed(then, found)
+        fed(first[:kept], wanted)
+        theirs = fed(then, wanted)
+    for one, two in zip(found.layers, wanted.layers, strict=True):
+        assert one.grouped.stop == two.grouped.stop > 30
+        assert torch.equal(one.grouped.teams.team_of_row, two.grouped.teams.team_of_row)
+    assert torch.equal(ours, theirs)
