@@ -9,7 +9,6 @@ from functools import lru_cache
 
 import torch
 
-
 _HERE = threading.local()
 
 
