@@ -63,9 +63,9 @@ class Setting:
     @classmethod
     def parse(cls, word: str) -> Setting:
         """Read one of the names. Raises ValueError for another one."""
-        name, _, number = word.partition(":")
+        name, colon, number = word.partition(":")
         value = int(number) if number.isdigit() else 0
-        if name == "dense" and bool(number) == bool(value):
+        if name == "dense" and bool(colon) == bool(value):
             return cls(word, splits=value)
         if word == "own_dense":
             return cls(word)
