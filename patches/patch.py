@@ -43,7 +43,8 @@ def patch(
         graphs: ``"auto"`` captures a decoding step on a CUDA device as one graph and replays it for the tokens that
             follow, with the same result; a step that cannot be captured runs launch by launch, and ``report()`` says
             why. ``"on"`` refuses such a step instead, and ``"off"`` captures none.
-        compile: put norms, MLPs, routers and the rotary embedding under ``torch.compile`` in calls of one token.
+        compile: put norms, MLPs, routers and the rotary embedding under ``torch.compile`` in calls of one token, and
+            where Triton runs, attention's inputs and projections, experts and softmax routers on kernels of our own.
             Outputs then differ by rounding, and the first decoding step of each batch size takes seconds longer.
         **overrides: fields of :class:`SantaConfig` to change, such as ``budget=256``.
 
@@ -113,7 +114,7 @@ class Edits:
     """What the patch set on a model, in order, with what stood there before.
 
     Attributes:
-        compiled: parts of the model under ``torch.compile``.
+        compiled: parts of the model that are compiled, or run on our kernels.
     """
 
     def __init__(self, model: PreTrainedModel, control: Control, parts: list[tuple[nn.Module, str, Any]]) -> None:
