@@ -146,7 +146,7 @@ class SantaHandle:
 
     @property
     def compiled(self) -> int:
-        """Parts of the model that are compiled, or have kernels of ours, in calls of one token: they round otherwise."""
+        """Parts of the model that are compiled, or have our kernels, in calls of one token; they round otherwise."""
         return self._edits.compiled
 
     @property
