@@ -26,7 +26,6 @@ TAKEN = {
     "deepseek_v2-experts": {"DeepseekV2Attention", "DeepseekV2Experts", "DeepseekV2Moe", "DeepseekV2TopkRouter"},
     "deepseek_v2-q_lora": {"DeepseekV2Attention"},
     "deepseek_v3": {"DeepseekV3Attention"},
-    "deepseek_v3-plain_rope": {"DeepseekV3Attention"},
     "qwen2": {"Qwen2Attention"},
     "qwen3": {"Qwen3Attention"},
 }
