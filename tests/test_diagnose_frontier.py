@@ -73,6 +73,13 @@ def test_the_same_command_continues_and_settings_may_be_added(model, finished, m
     assert frontier(model, finished, "--seed", "1") == 2
     assert "seed: 0 then, 1 now" in capsys.readouterr().err
 
+    def interrupted(diagnostic, summary):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, "markdown", interrupted)  # Ctrl-C while the files are written
+    assert frontier(model, finished, "--methods", "santa++,quest", "--budgets", "16,4096") == 130
+    assert f"interrupted; results up to here are kept in {finished}" in capsys.readouterr().err
+
 
 def test_a_prompt_that_is_decoded_otherwise_is_measured_anew(model, finished, tmp_path):
     out = tmp_path / "copy"

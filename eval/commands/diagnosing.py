@@ -126,17 +126,17 @@ def run(args: argparse.Namespace, diagnostic: Any, spec: ModelSpec, base: SantaC
         console = Console(stderr=True)
         try:
             (measure or measure_recorded)(diagnostic, folder, spec, tokenizer, base, prompts, args.calls, console)
+            summary = summarise(diagnostic, folder, prompts)
+            folder.write(".json", json.dumps(summary, indent=1) + "\n")
+            folder.write(".md", markdown(diagnostic, summary))
+            try:
+                for end, content in diagnostic.pictures(summary).items() if args.plot else ():
+                    folder.write(end, content)
+            except NoPicture as reason:
+                print(f"note: no picture: {reason}", file=sys.stderr)
         except KeyboardInterrupt as stop:
             told = f"results up to here are kept in {folder.directory}; the same command continues them"
             raise KeyboardInterrupt(told) from stop
-        summary = summarise(diagnostic, folder, prompts)
-        folder.write(".json", json.dumps(summary, indent=1) + "\n")
-        folder.write(".md", markdown(diagnostic, summary))
-        try:
-            for end, content in diagnostic.pictures(summary).items() if args.plot else ():
-                folder.write(end, content)
-        except NoPicture as reason:
-            print(f"note: no picture: {reason}", file=sys.stderr)
     _show(diagnostic, summary)
     print(f"Files: {folder.directory}/{diagnostic.name}.*")
     return 0
