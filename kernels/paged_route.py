@@ -38,7 +38,8 @@ def paged_route_kernel(
     b_end, tiles = tiles_before(
         seq_lens, dense, B, K, dense_below, BATCH=BATCH, T=T * U, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED
     )  # fmt: skip
-    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+    # what the compiler hoists out of this loop takes registers of a fourth program on the processor
+    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
         i_b, i_tile = tile_at(b_end, i)
         n, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
         i_team = i_tile * T + tl.arange(0, T)  # [T]
