@@ -80,41 +80,36 @@ def whole(b_both):
 
 
 @triton.jit
-def load_codes(p_codes, p_scales, i_team, m_team, stride, D: tl.constexpr, BITS: tl.constexpr, DC: tl.constexpr):
-    """Bytes and scales of teams ``i_team [T]`` in one key part: tuples of ``[T, dims]`` and ``[T]``, DC dimensions at
-    a time, in 4 bits two groups of them.
+def coded_scores(
+    p_codes, p_scales, codes, b_unit, i_team, m_team, stride, D: tl.constexpr, BITS: tl.constexpr, DC: tl.constexpr
+):
+    """Scores ``[T, HB]`` of teams ``i_team [T]`` in one key part; ``codes`` and ``b_unit`` as :func:`code_query` gives.
 
     ``p_scales`` points to a float32 per team, or in 4 bits to words that hold the float16 scales of two groups.
     """
+    T: tl.constexpr = i_team.shape[0]
+    HB: tl.constexpr = b_unit.shape[0]
     i_dim = tl.arange(0, DC if DC > 32 else 32)
     m_codes = m_team[:, None]
     if DC < 32:
         m_codes = m_codes & (i_dim < DC)[None, :]
     p_team = p_codes + i_team.to(tl.int64)[:, None] * stride + i_dim[None, :]
-    WORDS: tl.constexpr = words_of_scales(D, DC, BITS)
-    held: tl.tuple = ()
-    for i in tl.static_range(D * BITS // (8 * DC)):
-        held += (tl.load(p_team + i * DC, mask=m_codes, other=0),)
-    scales: tl.tuple = ()
-    for i in tl.static_range(WORDS):
-        scales += (tl.load(p_scales + i_team * WORDS + i, mask=m_team, other=0),)
-    return held, scales
-
-
-@triton.jit
-def coded_scores(held, scales, codes, b_unit, BITS: tl.constexpr):
-    """Scores ``[T, HB]`` in one key part, of what :func:`load_codes` and :func:`code_query` give."""
-    T: tl.constexpr = scales[0].shape[0]
-    HB: tl.constexpr = b_unit.shape[0]
     b_both = tl.zeros((T, 2 * HB), tl.int32)
     if BITS == 8:
-        for i in tl.static_range(len(held)):
+        b_scale = tl.load(p_scales + i_team, mask=m_team, other=0.0)  # [T]
+        held: tl.tuple = ()
+        for i in tl.static_range(D // DC):
+            held += (tl.load(p_team + i * DC, mask=m_codes, other=0),)
+        for i in tl.static_range(D // DC):
             b_both = product(held[i], codes[i], b_both)
-        return whole(b_both) * scales[0][:, None] * b_unit[None, :]
+        return whole(b_both) * b_scale[:, None] * b_unit[None, :]
     else:
+        # loaded pair by pair: all at once, they take 255 registers in place of 173
+        PAIRS: tl.constexpr = words_of_scales(D, DC, BITS)
         acc = tl.zeros((T, HB), tl.float32)
-        for i in tl.static_range(len(held)):
-            b_first, b_second = nibbles(held[i])
-            acc += whole(product(b_first, codes[2 * i], b_both)) * half_float(scales[i])[:, None]
-            acc += whole(product(b_second, codes[2 * i + 1], b_both)) * half_float(scales[i] >> 16)[:, None]
+        for i in tl.static_range(PAIRS):
+            b_scale = tl.load(p_scales + i_team * PAIRS + i, mask=m_team, other=0)  # [T]
+            b_first, b_second = nibbles(tl.load(p_team + i * DC, mask=m_codes, other=0))
+            acc += whole(product(b_first, codes[2 * i], b_both)) * half_float(b_scale)[:, None]
+            acc += whole(product(b_second, codes[2 * i + 1], b_both)) * half_float(b_scale >> 16)[:, None]
         return acc * (b_unit * 0.0625)[None, :]

@@ -159,7 +159,9 @@ def choose(s: Shapes) -> Plan:
     route_heads = min(max(heads, 8), 64 if exact else 128)
     route_teams = 64
     if s.bits < 16:
-        route_heads = min(route_heads, 32)
+        # narrow 4-bit keys leave a tile of 64 little to read
+        crowded = ceil_div(s.places, 64) * sequences >= 8 * s.processors
+        route_teams, route_heads = 128 if s.bits == 4 and not wide and crowded else 64, min(route_heads, 32)
     elif s.dtype == torch.float32:
         route_teams, route_heads = 32, min(route_heads, 32)
     block, coarse = maxima(s.places, s.teams_per_head)
@@ -178,7 +180,7 @@ def choose(s: Shapes) -> Plan:
     plan = Plan(
         route_teams=route_teams,
         route_heads=route_heads,
-        route_stages=_coded_stages(s) if s.bits < 16 else 3 if route_heads > 32 else 4,
+        route_stages={8: 2, 4: 3}.get(s.bits, 3 if route_heads > 32 else 4),
         route_warps=8 if route_heads > 32 and not exact else 4,
         block=block,
         coarse=coarse,
@@ -200,15 +202,11 @@ def choose(s: Shapes) -> Plan:
     return replace(plan, route_programs=_coded_programs(s, plan)) if s.bits < 16 else plan
 
 
-def _coded_stages(s: Shapes) -> int:
-    """Tiles of keys in codes that are held at once: those of 8 bits are twice as large."""
-    return 2 if s.bits == 8 else 3
-
-
 def _coded_programs(s: Shapes, p: Plan) -> int:
     """Programs that share the tiles of a sequence: as many as stay resident at once, with the same number of tiles
     each."""
-    resident = max(1, min(s.shared_memory // route_bytes(s, p), 2 if sum(s.dims) > 256 else 6))
+    registers = 2 if s.dims[0] > 256 else 3 if p.route_teams == 128 else 8
+    resident = max(1, min(s.shared_memory // route_bytes(s, p), registers))
     most = max(1, resident * s.processors // (s.batch * s.groups * ceil_div(s.heads, p.route_heads)))
     return ceil_div(tiles(s, p), ceil_div(tiles(s, p), most))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import code_query, coded_scores, load_codes, words_of_scales
+from .codes import code_query, coded_scores, words_of_scales
 from .draws import gumbel_tile, sequence_key
 from .maths import add_product, load_query
 from .parents import add_half_variances, prepare_teams
@@ -22,9 +22,8 @@ def add_scores(
 ):  # fmt: skip
     """acc ``[T, HB]`` plus the products of one key part, DC dimensions at a time."""
     if BITS < 16:
-        held, scales = load_codes(p_keys, p_scales, i_team, m_team, key_stride, D=D, BITS=BITS, DC=DC)
         codes, b_unit = code_query(p_query, i_head, H, query_stride, D=D, DC=DC)
-        return acc + coded_scores(held, scales, codes, b_unit, BITS=BITS)
+        return acc + coded_scores(p_keys, p_scales, codes, b_unit, i_team, m_team, key_stride, D=D, BITS=BITS, DC=DC)
     else:
         o_team = i_team.to(tl.int64) * key_stride
         for o_dim in tl.range(0, D, DC, num_stages=STAGES):

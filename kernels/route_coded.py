@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import code_query, coded_scores, load_codes, words_of_scales
+from .codes import code_query, coded_scores, words_of_scales
 from .draws import gumbel_tile, sequence_key
 from .route import store_scores
 
@@ -45,16 +45,15 @@ def route_coded_kernel(
     for i_tile in tl.range(tl.program_id(0), tl.cdiv(n, T), tl.num_programs(0), num_stages=STAGES):
         i_team = i_tile * T + tl.arange(0, T)  # [T]
         m_team = i_team < n
-        # the whole tile is asked for before noise is drawn
-        held0, factors0 = load_codes(p_keys0, p_scales0, i_team, m_team, keys0_strides[2], D=D0, BITS=BITS, DC=DC0)
-        held1, factors1 = held0, factors0
-        if LATENT:
-            held1, factors1 = load_codes(p_keys1, p_scales1, i_team, m_team, keys1_strides[2], D=D1, BITS=BITS, DC=DC1)
         b_size = tl.load(sizes + o_teams + i_team, mask=m_team, other=0)  # [T]
         b_noise = gumbel_tile(seed, i_team, quad + i_g * 65536, first_head, now, layer, HB, SHARED)
-        b_score = coded_scores(held0, factors0, codes0, b_unit0, BITS=BITS)  # [T, HB]
+        b_score = coded_scores(
+            p_keys0, p_scales0, codes0, b_unit0, i_team, m_team, keys0_strides[2], D=D0, BITS=BITS, DC=DC0
+        )
         if LATENT:
-            b_score += coded_scores(held1, factors1, codes1, b_unit1, BITS=BITS)
+            b_score += coded_scores(
+                p_keys1, p_scales1, codes1, b_unit1, i_team, m_team, keys1_strides[2], D=D1, BITS=BITS, DC=DC1
+            )
         b_phi = b_score * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]
         b_phi = tl.where((b_size > 0)[:, None], b_phi, float("-inf"))
         store_scores(b_phi, b_noise, phi, noisy, tops, i_bg, i_tile, first_head, H, MP, BLOCK=BLOCK, PHI=PHI)
