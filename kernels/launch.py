@@ -26,6 +26,7 @@ from .plan import (
     padded_teams,
     power,
     ranked,
+    ranking_warps,
 )
 from .pool import pool_kernel
 from .route import route_kernel
@@ -164,16 +165,11 @@ class Launches:
             tops=b.tops,
             flags=b.flags,
             union=nothing,
-            of_team=nothing,
-            first_team=nothing,
-            team_flags=nothing,
             layer=self.step.draw.layer,
             spread0_strides=(0, 0, 0),
             spread1_strides=(0, 0, 0),
             M=s.teams,
             MP=padded,
-            TEAMS=0,
-            TEAMS_PADDED=0,
             BLOCK=p.block,
             PHI=self.keeps_phi,
             PARENTS=False,
@@ -184,7 +180,7 @@ class Launches:
     def _selecting(self, places: int, k: int, block: int, coarse: int) -> dict[str, Any]:
         """Arguments of :meth:`_select` that selects K of so many scores."""
         s, p, draw = self.shapes, self.plan, self.step.draw
-        blocks, warps = padded_teams(places) // block, p.select_warps
+        blocks, warps = padded_teams(places) // block, ranking_warps(p, k)
         if ranked(k, blocks):
             sizes = {"NT": power(blocks), "COARSE": coarse, "NB": candidate_blocks(k), "ROOM": candidates(k)}
         else:
@@ -227,6 +223,9 @@ class Launches:
             listed_teams=nothing,
             listed_parents=nothing,
             parent_log_c=nothing,
+            of_team=nothing,
+            first_team=nothing,
+            team_flags=nothing,
             blocks=b.blocks,
             found=b.found,
             tau=b.tau,
@@ -234,6 +233,8 @@ class Launches:
             layer=self.step.draw.layer,
             MP=padded_teams(s.teams),
             CP=0,
+            TEAMS=0,
+            TEAMS_PADDED=0,
             OF=TEAMS,
         )
 

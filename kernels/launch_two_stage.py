@@ -39,7 +39,7 @@ class TwoStageLaunches(Launches):
         return {**first, **super().routing()}
 
     def route_parents(self) -> None:
-        """Score the parents and add noise; also make ready what the second stage writes to."""
+        """Score the parents and add noise."""
         s, p, b, parents = self.shapes, self.plan, self.buffers, self.parents
         # a summary without spread has none to point at: any tensor does
         spread = parents.spread or (parents.sizes,)
@@ -56,16 +56,11 @@ class TwoStageLaunches(Launches):
             tops=b.parent_tops,
             flags=b.parent_flags,
             union=b.union,
-            of_team=self._of_team,
-            first_team=b.first_team,
-            team_flags=b.flags,
             layer=self.step.draw.layer + PARENTS_NOISE,
             spread0_strides=spread[0].stride()[:3],
             spread1_strides=spread[-1].stride()[:3],
             M=s.parents,
             MP=padded_teams(s.parents),
-            TEAMS=s.teams,
-            TEAMS_PADDED=padded_teams(s.teams),
             BLOCK=p.parent_block,
             PHI=self.keeps_phi,
             PARENTS=True,
@@ -74,7 +69,8 @@ class TwoStageLaunches(Launches):
         )
 
     def select_parents(self) -> None:
-        """Find every head's threshold, flag its parents and write their corrections."""
+        """Find every head's threshold, flag its parents and write their corrections; also make ready what the second
+        stage needs."""
         s, p, b = self.shapes, self.plan, self.buffers
         nothing = b.union
         self._select(
@@ -88,6 +84,9 @@ class TwoStageLaunches(Launches):
             listed_teams=nothing,
             listed_parents=nothing,
             parent_log_c=nothing,
+            of_team=self._of_team,
+            first_team=b.first_team,
+            team_flags=b.flags,
             blocks=b.parent_blocks,
             found=b.parent_found,
             tau=b.parent_tau,
@@ -95,6 +94,8 @@ class TwoStageLaunches(Launches):
             layer=self.step.draw.layer + PARENTS_NOISE,
             MP=padded_teams(s.parents),
             CP=0,
+            TEAMS=s.teams,
+            TEAMS_PADDED=padded_teams(s.teams),
             OF=PARENTS,
         )
 
@@ -141,6 +142,7 @@ class TwoStageLaunches(Launches):
     def select(self) -> None:
         """Find every head's threshold, flag its teams and write the corrections of both stages."""
         s, p, b = self.shapes, self.plan, self.buffers
+        nothing = b.union
         self._select(
             **self._selecting(s.places, s.teams_per_head, p.block, p.coarse),
             tops=b.tops,
@@ -152,6 +154,9 @@ class TwoStageLaunches(Launches):
             listed_teams=b.listed_teams,
             listed_parents=b.listed_parents,
             parent_log_c=b.parent_corrections,
+            of_team=nothing,
+            first_team=nothing,
+            team_flags=nothing,
             blocks=b.blocks,
             found=b.found,
             tau=b.tau,
@@ -159,6 +164,8 @@ class TwoStageLaunches(Launches):
             layer=self.step.draw.layer,
             MP=padded_teams(s.teams),
             CP=padded_teams(s.parents),
+            TEAMS=0,
+            TEAMS_PADDED=0,
             OF=LISTED,
         )
 

@@ -30,6 +30,7 @@ from .plan import (
     padded_teams,
     power,
     ranked,
+    ranking_warps,
     tiles,
 )
 from .select import TEAMS
@@ -207,7 +208,7 @@ class PagedLaunches:
         sizes, warps = {"NT": 0, "COARSE": 0, "NB": 1, "ROOM": power(k)}, p.select_many_warps
         if ranked(k, blocks):
             sizes = {"NT": power(blocks), "COARSE": coarse, "NB": candidate_blocks(k), "ROOM": candidates(k)}
-            warps = p.select_warps
+            warps = ranking_warps(p, k)
         return {
             **self._requests(),
             **self._draws(),

@@ -95,8 +95,8 @@ class Plan:
     parent_block: int = 8
     parent_coarse: int = 0
     select_warps: int = 4
-    select_many_warps: int = 8
-    select_lanes: int = 4096
+    select_many_warps: int = 16
+    select_lanes: int = 2048
     pool_teams: int = 256
     attend_rows: int = 32
     attend_heads: int = 16
@@ -166,6 +166,13 @@ def choose(s: Shapes) -> Plan:
         route_teams, route_heads = 32, min(route_heads, 32)
     block, coarse = maxima(s.places, s.teams_per_head)
     parent_block, parent_coarse = maxima(s.parents, s.parents_per_head)
+    blocks = sequences * ceil_div(s.heads, route_heads)
+    while (
+        0 < s.parents
+        and route_teams > max(16, block, parent_block)
+        and (ceil_div(min(s.parents, s.places), route_teams) * blocks < s.processors)
+    ):
+        route_teams //= 2
     tall = heads <= 8
     many = heads > 32 and s.latent and s.joint and not exact and s.shared_memory >= 200 << 10
     # selections are read in words of 32 heads
@@ -247,9 +254,14 @@ def candidates(teams_per_head: int) -> int:
 
 
 def ranked(k: int, blocks: int) -> bool:
-    """Whether K are selected by comparing all candidates with all (`select.py`): the comparison of 512 takes 17,000
-    cycles, and no program holds more than 8,192 block maxima."""
-    return candidates(k) <= 256 and blocks <= 8192
+    """Whether K are selected by comparing all candidates with all (`select.py`): the comparison of 1,024 takes a
+    minute to compile, and no program holds more than 8,192 block maxima."""
+    return candidates(k) <= 512 and blocks <= 8192
+
+
+def ranking_warps(p: Plan, k: int) -> int:
+    """Warps of a selection by ranks: 256 or 512 candidates do not fit the registers of four."""
+    return p.select_warps if candidates(k) <= 128 else max(p.select_warps, candidates(k) // 32)
 
 
 def padded_teams(teams: int) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 from .codes import code_query, coded_scores, words_of_scales
 from .draws import gumbel_tile, sequence_key
 from .maths import add_product, load_query
-from .parents import add_half_variances, prepare_teams
+from .parents import add_half_variances
 
 
 @triton.jit
@@ -102,12 +102,11 @@ def store_scores(
 @triton.jit(do_not_specialize=["layer", "quad"])
 def route_kernel(
     query0, query1, keys0, keys1, scales0, scales1, spread0, spread1, sizes, count, key, step, phi, noisy, tops, flags,
-    union, of_team, first_team, team_flags, scale, layer, quad, query0_strides, query1_strides, keys0_strides,
-    keys1_strides, spread0_strides, spread1_strides, M, MP, TEAMS, TEAMS_PADDED, G, H, WORDS, D0: tl.constexpr,
-    D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr, LATENT: tl.constexpr,
-    SPLIT: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr, PARENTS: tl.constexpr,
-    SPREAD: tl.constexpr, PDL: tl.constexpr,
+    union, scale, layer, quad, query0_strides, query1_strides, keys0_strides, keys1_strides, spread0_strides,
+    spread1_strides, M, MP, G, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr,
+    T: tl.constexpr, HB: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr,
+    PARENTS: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, head block, sequence * G + group) scores the teams i T .. i T + T - 1 for HB heads; or PARENTS, with
     the delta of their SPREAD ("mean": none).
@@ -115,8 +114,7 @@ def route_kernel(
     Writes ``noisy (B G, H, MP)``, if PHI the same without noise to ``phi``, and ``tops (B G, H, MP / BLOCK)``; clears
     ``flags (B G, WORDS, MP)``. All in the blocks that hold a real team; nothing beyond them is read later. Strides are
     (sequence, group, head) of a query and (sequence, group, team) of keys and spreads. ``quad`` is the noise counter of
-    the first quad of heads of the first group. PARENTS: also clears ``union
-    (B G, MP / 32)``, and of all TEAMS prepares ``first_team (B G, MP)`` and ``team_flags (B G, WORDS, TEAMS_PADDED)``.
+    the first quad of heads of the first group. PARENTS: also clears ``union (B G, MP / 32)``.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -124,12 +122,6 @@ def route_kernel(
     i_b, i_g = i_bg // G, i_bg % G
     n = tl.load(count + i_bg)
     i_tile = tl.program_id(0)
-    if PARENTS and tl.program_id(1) == 0:
-        prepare_teams(
-            of_team + i_bg.to(tl.int64) * TEAMS, first_team + i_bg.to(tl.int64) * MP,
-            team_flags + i_bg.to(tl.int64) * WORDS * TEAMS_PADDED, TEAMS, TEAMS_PADDED, WORDS, i_tile,
-            tl.num_programs(0), LANES=256,
-        )  # fmt: skip
     if i_tile * T < n:
         first_head = tl.program_id(1) * HB
         i_head = first_head + tl.arange(0, HB)  # [HB]

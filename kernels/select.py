@@ -14,6 +14,7 @@ import triton.language as tl
 from .device import wait
 from .draws import gumbel_head, sequence_key
 from .maths import log_inclusion
+from .parents import prepare_teams
 
 
 @triton.jit
@@ -191,10 +192,10 @@ def draw_teams(
 
 @triton.jit(do_not_specialize=["layer", "quad", "K"])
 def select_kernel(
-    tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, blocks,
-    found, tau, kth, layer, quad, K, PLACES, MP, CP, G, H, WORDS, BLOCK: tl.constexpr, NT: tl.constexpr,
-    COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr, OF: tl.constexpr, POOLED: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, of_team,
+    first_team, team_flags, blocks, found, tau, kth, layer, quad, K, PLACES, MP, CP, TEAMS, TEAMS_PADDED, G, H, WORDS,
+    BLOCK: tl.constexpr, NT: tl.constexpr, COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr,
+    OF: tl.constexpr, POOLED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, sequence * G + group). NT holds a head's block maxima and COARSE their coarse ones (0: no bound is
     looked for), NB the blocks and ROOM the scores that may be candidates.
@@ -204,7 +205,8 @@ def select_kernel(
     for its selected teams. ``blocks (B G, H, NB)`` and ``found (B G, H, ROOM)`` are scratch.
 
     OF TEAMS a team's place among the PLACES scores is its number. OF PARENTS the same holds of parents, and their bits
-    are added to ``union (B G, MP / 32)``. OF LISTED teams the list ``listed_teams (B G, PLACES)`` has their numbers,
+    are added to ``union (B G, MP / 32)``; and of all TEAMS it prepares ``first_team (B G, MP)`` and ``team_flags
+    (B G, WORDS, TEAMS_PADDED)``. OF LISTED teams the list ``listed_teams (B G, PLACES)`` has their numbers,
     ``listed_parents`` their parents, and ``parent_log_c (B G, CP, H)`` the log c_p that is added to log c_g.
     """
     i_h = tl.program_id(0)
@@ -220,6 +222,12 @@ def select_kernel(
     p_union = union + i_bg.to(tl.int64) * (MP // 32)
     p_blocks = blocks + i_bgh * NB
     p_found = found + i_bgh * ROOM
+    if OF == PARENTS:
+        # before the wait: no launch that still runs looks at it
+        prepare_teams(
+            of_team + i_bg.to(tl.int64) * TEAMS, first_team + i_bg.to(tl.int64) * MP,
+            team_flags + i_bg.to(tl.int64) * WORDS * TEAMS_PADDED, TEAMS, TEAMS_PADDED, WORDS, i_h, H, LANES=512,
+        )  # fmt: skip
     n, everything = places_in_use(count + i_bg, K, OF=OF, PDL=PDL)
     if everything:
         # lines 3-5: all teams, c = 1

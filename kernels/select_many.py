@@ -12,7 +12,8 @@ import triton.language as tl
 
 from .draws import gumbel_head, sequence_key
 from .maths import log_inclusion
-from .select import mark, packed, places_in_use, teams_at
+from .parents import prepare_teams
+from .select import PARENTS, mark, packed, places_in_use, teams_at
 
 BINS = tl.constexpr(128)
 
@@ -135,9 +136,10 @@ def draw_many(
 
 @triton.jit(do_not_specialize=["layer", "quad", "K"])
 def select_many_kernel(
-    tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, blocks,
-    found, tau, kth, layer, quad, K, PLACES, MP, CP, G, H, WORDS, ROOM, BLOCK: tl.constexpr, LANES: tl.constexpr,
-    OF: tl.constexpr, POOLED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, of_team,
+    first_team, team_flags, blocks, found, tau, kth, layer, quad, K, PLACES, MP, CP, TEAMS, TEAMS_PADDED, G, H, WORDS,
+    ROOM, BLOCK: tl.constexpr, LANES: tl.constexpr, OF: tl.constexpr, POOLED: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """:func:`.select.select_kernel` for any K and M. ``blocks (B G, H, PLACES / BLOCK)`` and ``found (B G, H, ROOM)``,
     ROOM at least K, are scratch; LANES scores are looked at in one go."""
@@ -154,6 +156,12 @@ def select_many_kernel(
     p_union = union + i_bg.to(tl.int64) * (MP // 32)
     p_blocks = blocks + i_bgh * (PLACES // BLOCK)
     p_found = found + i_bgh * ROOM
+    if OF == PARENTS:
+        # before the wait: no launch that still runs looks at it
+        prepare_teams(
+            of_team + i_bg.to(tl.int64) * TEAMS, first_team + i_bg.to(tl.int64) * MP,
+            team_flags + i_bg.to(tl.int64) * WORDS * TEAMS_PADDED, TEAMS, TEAMS_PADDED, WORDS, i_h, H, LANES=512,
+        )  # fmt: skip
     n, everything = places_in_use(count + i_bg, K, OF=OF, PDL=PDL)
     if everything:
         # lines 3-5: all teams, c = 1

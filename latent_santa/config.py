@@ -79,7 +79,9 @@ class SantaConfig:
             sharing group use every team of the union, with one inclusion correction per team.
         noise: ``"independent"`` draws for each head, or one draw ``"shared"`` by the heads of a group.
         routing: ``"one_stage"`` scores every representative (the paper); ``"two_stage"`` samples parents first and
-            scores the representatives of sampled parents only (:mod:`latent_santa.two_stage`).
+            scores the representatives of sampled parents only (:mod:`latent_santa.two_stage`). The faster one with the
+            Triton kernels at large batches and long contexts, and the slower one at batch 1 (README). It is never
+            chosen by shape: a prompt's draws do not depend on what else is in its batch.
         parents_per_head: K1 of two stages, parents that each head samples first; K of Equation 5 is then K2.
         parent_summary: what stands for a parent in the first stage: its ``"mean"`` key, or also its keys' spread around
             it, equal in all dimensions (``"isotropic"``, one number more) or not (``"diagonal"``, one vector more).
