@@ -174,7 +174,9 @@ def choose(s: Shapes) -> Plan:
     ):
         route_teams //= 2
     tall = heads <= 8
-    many = heads > 32 and s.latent and s.joint and not exact and s.shared_memory >= 200 << 10
+    # one GPU test of float16 rows differed from PyTorch in one head, unexplained: they keep the other launches
+    many = heads > 32 and s.latent and s.joint and s.dtype == torch.bfloat16 and not exact
+    many = many and s.shared_memory >= 200 << 10
     # selections are read in words of 32 heads
     attend_heads = 8 if tall else 64 if many else min(max(heads, 16), 32)
     attend_rows = 32 if many else 64 if wide or sequences < 16 else 32

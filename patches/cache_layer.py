@@ -44,7 +44,8 @@ class TeamLayer(DynamicLayer):
         grouped: team records and spans.
         waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
         limit: most rows behind the last grouping in a decoding call, where generated rows are grouped; else 0.
-        coming: teams in the making of the oldest rows behind the last grouping, or None.
+        ahead: steps before that limit in which teams of the oldest of these rows are made.
+        coming: these teams, until they come to the records; else None.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
         observed: queries of the last prompt's end, where somebody asked for them.
         buffers: where the rows lie, with free ones behind them; None while they lie elsewhere.
@@ -61,7 +62,7 @@ class TeamLayer(DynamicLayer):
         super().__init__(**kwargs)
         self.grouped = Grouped()
         self.waiting: tuple[int, int] | None = None
-        self.limit = 0
+        self.limit = self.ahead = 0
         self.coming: Any = None
         self.noise_key: Tensor | None = None
         self.observed: Observed | None = None

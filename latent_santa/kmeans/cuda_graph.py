@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
-
-_HERE = threading.local()
-
-
-@contextmanager
-def without_graphs() -> Iterator[None]:
-    """Within, this thread launches every step itself. While any thread captures, PyTorch refuses random numbers to all
-    others, and those may be sampling tokens."""
-    _HERE.launches = True
-    try:
-        yield
-    finally:
-        _HERE.launches = False
 
 
 @lru_cache
@@ -46,7 +32,7 @@ class GraphedStep:
         self.warm = False
 
     def __call__(self) -> None:
-        if self.device.type != "cuda" or not self.warm or getattr(_HERE, "launches", False):
+        if self.device.type != "cuda" or not self.warm:
             self.step()  # libraries that initialise themselves at first use must not do so in a capture
             self.warm = True
             return
