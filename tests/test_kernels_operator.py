@@ -170,8 +170,9 @@ def test_a_sequence_that_is_all_padding_gets_zeros() -> None:
 # one head that selects among 128 teams in one stage
 ALONE: dict[str, Any] = {
     **dict.fromkeys(("union", "listed_teams", "listed_parents", "parent_log_c"), torch.zeros(1, dtype=torch.int32)),
-    "PLACES": 128, "MP": 128, "CP": 0, "G": 1, "H": 1, "WORDS": 1, "BLOCK": 8, "NT": 16, "OF": TEAMS, "POOLED": False,
-    "SHARED": False, "PDL": False,
+    **dict.fromkeys(("of_team", "first_team", "team_flags"), torch.zeros(1, dtype=torch.int32)),
+    "PLACES": 128, "MP": 128, "CP": 0, "TEAMS": 0, "TEAMS_PADDED": 0, "G": 1, "H": 1, "WORDS": 1, "BLOCK": 8, "NT": 16,
+    "OF": TEAMS, "POOLED": False, "SHARED": False, "PDL": False,
 }  # fmt: skip
 ODD = float(torch.nextafter(torch.tensor(1000.0), torch.tensor(2000.0)))
 
