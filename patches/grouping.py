@@ -20,7 +20,7 @@ from latent_santa.teams import Teams, join_teams
 
 from .cache_layer import TeamLayer
 from .families import Adapter
-from .layer_state import Grouped
+from .layer_state import Grouped, mask_of
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def group_waiting(
                     layer.waiting = None
                 continue
             stop = start + 1
-        seen = None if visible is None else visible[:, :stop]
+        seen = mask_of(visible, stop)
         new = Grouped(None, stop, (), grouping, seen)
         if method.window:
             _, rows, member = span_of(waiting, theirs, visible, 0, stop)

@@ -66,6 +66,11 @@ class Grouped:
         return replace(self, teams=teams, seen=seen)
 
 
+def mask_of(visible: Tensor | None, stop: int) -> Tensor | None:
+    """The mask ``visible (B, L)`` of the rows below ``stop``: a copy, since a caller may write into its own tensor."""
+    return None if visible is None else visible[:, :stop].clone()
+
+
 class Observed(NamedTuple):
     """Query states of a prompt's last tokens.
 

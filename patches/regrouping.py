@@ -22,7 +22,7 @@ from latent_santa.teams import Teams
 from .cache_layer import TeamLayer
 from .families import Adapter
 from .grouping import agreed, coded_like, span_of
-from .layer_state import Grouped
+from .layer_state import Grouped, mask_of
 
 LEAST_ROOM = 256  # rows
 # contiguous teams are made in the last of so many parts of the suffix's steps: 8 before it holds 128 rows
@@ -37,6 +37,7 @@ class Coming:
         config: the settings they were made under.
         grouped: what was known of the layers' rows then; behind other teams they would be numbered otherwise.
         teams: each layer's.
+        seen: ``(B, stop)`` bool, the padding mask they were made under, or None when all rows were real.
     """
 
     config: SantaConfig
@@ -44,11 +45,14 @@ class Coming:
     start: int
     stop: int
     teams: list[Teams]
+    seen: Tensor | None
 
-    def serves(self, layers: Sequence[TeamLayer], config: SantaConfig) -> bool:
-        """Whether they are still the teams to come, and enough."""
+    def serves(self, layers: Sequence[TeamLayer], visible: Tensor | None, config: SantaConfig) -> bool:
+        """Whether they are still the teams to come, and enough. With a mask this waits for the device."""
         same = self.config is config and all(a is b.grouped for a, b in zip(self.grouped, layers, strict=True))
-        return same and all(layer.get_seq_length() - self.stop < layer.limit for layer in layers)
+        enough = same and all(layer.get_seq_length() - self.stop < layer.limit for layer in layers)
+        # a draft that was rejected meanwhile may be hidden by a mask
+        return enough and not Grouped(stop=self.stop, seen=self.seen).hides(visible)
 
 
 def due(layer: TeamLayer) -> bool:
@@ -83,7 +87,7 @@ def regroup_generated(
     for (_, start, rows, _), numbers in jobs.items():
         theirs, own = [layers[n] for n in numbers], [adapters[n] for n in numbers]
         coming = theirs[0].coming
-        if coming is None or not coming.serves(theirs, config):
+        if coming is None or not coming.serves(theirs, visible, config):
             least = size * ceil_div(max(rows - after, 0) + 1, size)
             coming = _made(theirs, own, visible, start, start + (least if even else rows), config)
             for layer in theirs:
@@ -106,7 +110,7 @@ def _made(
     built = list(method.build(*span_of(layers, adapters, visible, start, stop), config, spans))
     teams = [one for one in agreed(built, adapters[0], layers[0].keys.device) if one is not None]
     assert len(teams) == len(layers)
-    return Coming(config, tuple(layer.grouped for layer in layers), start, stop, teams)
+    return Coming(config, tuple(layer.grouped for layer in layers), start, stop, teams, mask_of(visible, stop))
 
 
 def _come(
@@ -121,7 +125,7 @@ def _come(
     records = [_roomy(layer, spans, config) for layer in layers]
     new = [coded_like(teams, old, config) for teams, old in zip(coming.teams, records, strict=True)]
     append_(records, new, start, spans)
-    seen = None if visible is None else visible[:, :stop]
+    seen = mask_of(visible, stop)
     for layer in layers:
         layer.grouped, layer.coming = replace(layer.grouped, stop=stop, seen=seen), None
 

@@ -65,6 +65,21 @@ def test_a_mask_that_changes_for_grouped_rows(model, hidden, shown):
         assert santa.sparse_calls == 2
 
 
+def test_a_mask_that_its_caller_writes_into(model):
+    """A bool mask comes as it is, so what was grouped keeps a copy of it."""
+
+    def last():
+        cache, mask = DynamicCache(config=model.config), torch.ones(1, 50, dtype=torch.bool)
+        call(model, cache, prompt(40), attention_mask=mask[:, :40])
+        mask[:, 8:28] = False
+        one = {"attention_mask": mask[:, :41], "position_ids": torch.tensor([[40]])}
+        return call(model, cache, torch.tensor([[7]]), **one)
+
+    wanted = last()
+    with latent_santa.patch(model, **EVERY_TEAM):
+        assert_close([last()], [wanted])
+
+
 def test_a_mask_left_out_later_shows_all_rows(model):
     mask = torch.ones(1, 40).long()
     mask[:, :5] = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import latent_santa
 from latent_santa.patches.graphs.steps import LEAST_AHEAD, LEAST_BEHIND, MOST_WASTED, SHORT, WASTED
@@ -279,11 +280,45 @@ def test_new_settings_other_weights_and_other_adapters_are_captured_anew() -> No
         assert captures(lambda: None) == 0
         assert captures(lambda: santa.configure(budget=32)) == 1
         assert captures(lambda: setattr(model.model.norm.weight, "data", model.model.norm.weight.data.clone())) == 1
+        assert captures(lambda: setattr(model.model.norm, "weight", nn.Parameter(model.model.norm.weight * 2))) == 1
+        assert captures(lambda: setattr(model.model.layers[1], "mlp", copy.deepcopy(adapted))) == 1
         assert captures(lambda: adapted.scaling.update(one=0.5)) == 1
         assert captures(lambda: setattr(adapted, "disable_adapters", True)) == 1
         assert captures(lambda: santa.prepare(cache)) == 0
         assert captures(lambda: cache.reorder_cache(torch.tensor([0]))) == 1
         assert captures(lambda: cache.crop(-1)) == 0  # a cut-off draft leaves the rows where they are
+
+
+def test_an_adapter_that_is_switched_within_a_generation_is_captured_anew() -> None:
+    model = tiny_model("qwen2")
+    adapted = model.model.layers[0].mlp
+    vars(adapted).update(disable_adapters=False, merged=False, active_adapters=["one"], scaling={"one": 1.0})
+
+    class Switches:
+        tokens = 0
+
+        def put(self, value: Any) -> None:
+            self.tokens += 1
+            adapted.disable_adapters = self.tokens > NEW // 2
+
+        def end(self) -> None:
+            pass
+
+    with latent_santa.patch(model, graphs="on", **SMALL) as santa:
+        generated(model, prompt(50), streamer=Switches())
+        assert (santa.graphs.captured, santa.graphs.replayed) == (2, NEW - 3)
+
+
+def test_a_hook_that_comes_between_steps_is_called() -> None:
+    model, called = tiny_model("qwen2"), []
+    with latent_santa.patch(model, **SMALL) as santa:
+        cache = filled(model)
+        for _ in range(LEAST_BEHIND + 3):
+            step(model, cache)
+        assert santa.graphs.replayed == 2
+        model.model.layers[1].register_forward_hook(lambda *_: called.append(1))
+        step(model, cache)
+        assert called and santa.graphs.replayed == 2
 
 
 def test_a_padding_mask_that_comes_and_goes_is_heeded() -> None:

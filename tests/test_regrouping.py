@@ -319,3 +319,24 @@ def test_teams_made_ahead_are_made_again_where_they_are_too_few(latent):
         assert all(layer.open_rows == 37 for layer in cache.layers)
         latent(prompt(1), use_cache=True, **{name: cache})
         assert all(layer.open_rows <= 32 and layer.grouped.stop == 38 for layer in cache.layers)
+
+
+def test_teams_made_ahead_are_made_again_where_a_mask_hides_their_rows(latent):
+    """As speculative decoding of a batch hides rejected drafts: between the step that makes teams and theirs."""
+    name = cache_name(latent)
+
+    @torch.no_grad()
+    def fed():
+        cache, scores = decode_by_hand(latent, prompt(30), 1)[2], []
+        for rows in range(30, 66):
+            mask = torch.ones(1, rows + 1, dtype=torch.long)
+            mask[:, 30:33] = rows < 61  # they are made before row 60 is written, and come before row 62 is
+            given = {"attention_mask": mask, "position_ids": torch.tensor([[rows]]), name: cache}
+            scores.append(latent(torch.tensor([[rows]]), use_cache=True, **given).logits[:, -1])
+        return scores, cache
+
+    wanted, _ = fed()
+    with latent_santa.patch(latent, **{**AHEAD, "budget": 4096}):
+        found, cache = fed()
+    assert all(layer.grouped.stop > 33 for layer in cache.layers)
+    assert_close(found, wanted)

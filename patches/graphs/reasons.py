@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,25 +34,43 @@ class Look:
 
     Attributes:
         reason: why no step of this model can be captured, or None.
-        tensors: its weights and buffers.
+        modules: its modules.
+        parts: their children, weights, buffers and hooks.
         adapters: layers with adapters (PEFT), which may be switched from call to call.
     """
 
     reason: str | None
-    tensors: tuple[Tensor, ...]
+    modules: tuple[Any, ...]
+    parts: tuple[Any, ...]
     adapters: tuple[Any, ...]
 
     @classmethod
     def at(cls, base: Any) -> Look:
         """Look at a base model."""
-        adapters = (m for m in base.modules() if hasattr(m, "active_adapters") and hasattr(m, "scaling"))
-        return cls(_reason(base), (*base.parameters(), *base.buffers()), tuple(adapters))
+        modules = tuple(base.modules())
+        adapters = (m for m in modules if hasattr(m, "active_adapters") and hasattr(m, "scaling"))
+        return cls(_reason(base), modules, _parts(modules), tuple(adapters))
 
-    def state(self, base: Any) -> tuple[Any, ...]:
-        """Where the weights lie and which adapters are on: what launches depend on beside their inputs."""
-        on = ((m.disable_adapters, m.merged, tuple(m.active_adapters), tuple(m.scaling.items())) for m in self.adapters)
+    def holds(self) -> bool:
+        """Whether the model still has the modules, weights and hooks that were seen."""
+        now = _parts(self.modules)
+        return len(now) == len(self.parts) and all(map(operator.is_, now, self.parts))
+
+    def weights(self, base: Any) -> tuple[Any, ...]:
+        """Where the weights lie, and how experts run: what launches depend on beside their inputs and adapters."""
         experts = tuple(getattr(config, "_experts_implementation", None) for config in _configs(base))
-        return (*(tensor.data_ptr() for tensor in self.tensors), *on, experts)
+        return (*(part.data_ptr() for part in self.parts if isinstance(part, Tensor)), experts)
+
+    def switched(self) -> tuple[Any, ...]:
+        """Which adapters are on, and how much each counts."""
+        return tuple(
+            (m.disable_adapters, m.merged, tuple(m.active_adapters), tuple(m.scaling.items())) for m in self.adapters
+        )
+
+
+def _parts(modules: tuple[Any, ...]) -> tuple[Any, ...]:
+    held = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+    return tuple(part for module in modules for name in held for part in vars(module)[name].values())
 
 
 def _configs(base: Any) -> list[Any]:

@@ -105,12 +105,13 @@ class StepGraphs:
             )
 
     def _looked(self, call: ModelCall) -> Look:
-        """The model as it was when this thread's present generation, or its hand-made calls on this cache, began."""
+        """The model as it was when this thread's present generation began; of hand-made calls, as it is."""
         thread, first = self.control.thread, call.layers[0]
-        if self._look is None or thread.looked is None or thread.looked() is not first:
-            self._look = Look.at(self.control.base)
+        look = self._look if thread.looked is not None and thread.looked() is first else None
+        if look is None or not (thread.generating or look.holds()):
+            look = self._look = Look.at(self.control.base)
             thread.looked, thread.state = weakref.ref(first), None
-        return self._look
+        return look
 
     def _given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The call's arguments without its padding mask, which a captured step keeps itself."""
@@ -125,9 +126,9 @@ class StepGraphs:
         )
         thread = self.control.thread
         if thread.state is None or not thread.generating:  # nobody moves weights within a generation
-            thread.state = self._look.state(self.control.base)
+            thread.state = self._look.weights(self.control.base)
         # a cache may outlive its patch, and the next one may compile what this one did not
-        return Conditions(self, self.control.config, thread.state, arguments)
+        return Conditions(self, self.control.config, (thread.state, self._look.switched()), arguments)
 
     def _pays(self, call: ModelCall) -> bool:
         """Whether as many steps follow as a capture costs: so many were asked for, or so many were made already."""
