@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +23,16 @@ def test_environment_and_additional_configuration() -> None:
     "environment, message",
     [
         ({"BUDGET": "many"}, r"budget='many': must be an int"),
+        ({"BUDGET": "\u00b2"}, "budget='\u00b2': must be an int"),
         ({"BUDGET": "0"}, "budget=0: must be at least 1"),
+        ({"BUDGET": "64", "budget": "128"}, "LATENT_SANTA_budget is in the environment twice"),
         ({"BUDGETS": "1"}, r"unknown setting budgets: vLLM's plugin has budget, .*LATENT_SANTA_NAME"),
         ({"ESTIMATOR": "mean"}, "estimator='mean': must be one of 'per_head', 'pooled'"),
         ({"ROUTING": "three_stage"}, "routing='three_stage': must be one of 'one_stage', 'two_stage'"),
         ({"PARENTS_PER_HEAD": "0"}, "parents_per_head=0: must be at least 1"),
         ({"DENSE_BELOW": "-1"}, "dense_below='-1': must be a non-negative int"),
         ({"LOG_SECONDS": "often"}, "log_seconds='often': must be a non-negative float"),
+        ({"LOG_SECONDS": "nan"}, "log_seconds='nan': must be a non-negative float"),
     ],
 )
 def test_wrong_settings_are_named(environment: dict[str, str], message: str) -> None:
@@ -45,6 +49,22 @@ def test_two_stages() -> None:
 def test_additional_configuration_must_hold_names() -> None:
     with pytest.raises(ValueError, match="must hold settings by name, not a list"):
         read({}, {"latent_santa": [1]})
+
+
+@pytest.mark.parametrize(
+    "given", [{"dense_below": 1.5}, {"dense_below": True}, {"log_seconds": float("inf")}, {"ledger": 5}]
+)
+def test_a_value_of_another_type_is_refused_and_not_rounded(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(given))}=.*must be"):
+        read({}, {"latent_santa": given})
+
+
+def test_a_ledger_that_cannot_be_written_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "rows.json"):
+        with pytest.raises(ValueError, match="no file can be written there"):
+            check_engine(engine(), read({"LATENT_SANTA_LEDGER": str(place)}))
+    check_engine(engine(), read({"LATENT_SANTA_LEDGER": str(tmp_path / "new" / "rows.json")}))
 
 
 def engine(**changes: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from latent_santa.config import SantaConfig
@@ -50,12 +52,14 @@ def read(environment: Mapping[str, str] = os.environ, additional: Any = None) ->
     """The settings: ``LATENT_SANTA_BUDGET=128`` and so on, overridden by ``{"latent_santa": {"budget": 128}}``.
 
     Raises:
-        ValueError: a name is unknown or a value breaks a rule; the message names both.
+        ValueError: a name is unknown or there twice, or a value breaks a rule; the message names both.
     """
     own = [field.name for field in fields(Settings) if field.name != "config"]
-    given: dict[str, Any] = {
-        name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if name.startswith(PREFIX)
-    }
+    given: dict[str, Any] = {}
+    for name in sorted(name for name in environment if name.startswith(PREFIX)):
+        if (setting := name.removeprefix(PREFIX).lower()) in given:
+            raise ValueError(f"{name} is in the environment twice, in upper and in lower case: keep one")
+        given[setting] = environment[name]
     more = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
     if not isinstance(more, Mapping):
         raise ValueError(f'additional_config["{KEY}"] must hold settings by name, not a {type(more).__name__}')
@@ -72,21 +76,27 @@ def read(environment: Mapping[str, str] = os.environ, additional: Any = None) ->
     for name, kind in (("dense_below", int), ("log_seconds", float)):
         if name in rest:
             rest[name] = _number(name, rest[name], kind)
+    if not isinstance(rest.get("ledger", ""), str):
+        raise ValueError(f"ledger={rest['ledger']!r}: must be the path of a file, or empty for none")
     return Settings(config, **rest)
 
 
 def _plain(name: str, value: Any) -> Any:
     """A number that came as text; what is none is left to SantaConfig, which says what is wrong."""
     whole = isinstance(getattr(SantaConfig, name), int) and isinstance(value, str)
-    return int(value) if whole and value.strip().lstrip("-").isdigit() else value
+    try:
+        return int(value) if whole else value
+    except ValueError:
+        return value
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
     try:
         number = kind(value)
-    except (TypeError, ValueError):
-        number = -1
-    if number < 0:
+        good = 0 <= number < math.inf and (isinstance(value, str) or number == value) and not isinstance(value, bool)
+    except (TypeError, ValueError, OverflowError):
+        good = False
+    if not good:
         raise ValueError(f"{name}={value!r}: must be a non-negative {kind.__name__}")
     return number
 
@@ -137,7 +147,16 @@ def check_engine(config: Any, settings: Settings, block_size: int | None = None)
         ),
         'estimator="pooled" with tensor_parallel_size > 1: the union of all heads would need an exchange per layer; '
         'use "per_head"': method.estimator == "pooled" and parallel.tensor_parallel_size > 1,
+        f"ledger={settings.ledger}: no file can be written there; name one in a folder that this user may write to": (
+            bool(settings.ledger) and not _writable(Path(settings.ledger))
+        ),
     }
     for reason, holds in refused.items():
         if holds:
             raise ValueError(f"SANTA++ in vLLM refuses {reason}")
+
+
+def _writable(path: Path) -> bool:
+    """Whether a file may be made there; folders that lack are made with it."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    return folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
