@@ -190,14 +190,17 @@ def scale_group(dims: int, routing_dtype: str) -> int:
     two groups share bytes.
 
     Raises:
-        ValueError: ``dims`` has no group of 8 or more.
+        ValueError: ``dims`` does not divide so into groups of 8 or more.
     """
     group = GROUP
     while (dims // 2 if routing_dtype == "int4" else dims) % group:
         group //= 2
     if group < 8 or (routing_dtype == "int4" and dims % 2):
+        even = "an even number of " if routing_dtype == "int4" else ""
+        other = '"model"' if dims % 8 else '"int8" or "model"'
         raise ValueError(
-            f"routing_dtype={routing_dtype!r}: {dims} key dimensions do not divide into groups of 8 or more"
+            f"routing_dtype={routing_dtype!r}: {dims} key dimensions do not divide into {even}groups of 8 or more; "
+            f"use {other}"
         )
     return group if routing_dtype == "int4" else dims
 

@@ -37,7 +37,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--warmup -1", "--warmup must be at least 0, got -1"),
         ("--evict -1", "--evict must be at least 0, got -1"),
         ("--layout gqa --head-dim 0", "--head-dim 0: the kernels take 1 to 512 dimensions"),
-        ("--layout gqa --head-dim 20 --routing-dtype int4", "20 key dimensions do not divide into groups"),
+        (
+            "--layout gqa --head-dim 20 --routing-dtype int4",
+            "20 key dimensions do not divide into an even",
+        ),
         ("--pooled-budgets 0", "argument --pooled-budgets: '0': give values separated by commas, such as 128,256"),
         ("--context 32K", "argument --context: '32K': give values separated by commas, such as 128,256"),
         ("--workload x.pt --goals", "without --workload"),
