@@ -64,3 +64,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n', encoding="utf-8")
     assert main(["bench", "vllm", "--table", str(tmp_path / "other.jsonl")]) == 2
     assert "holds no rows of bench vllm" in capsys.readouterr().err
+    (tmp_path / "table.md").write_text("| a |\n", encoding="utf-8")
+    assert main(["bench", "vllm", "--table", str(tmp_path / "table.md")]) == 2
+    assert "table.md holds no rows of bench vllm" in capsys.readouterr().err

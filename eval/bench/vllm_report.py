@@ -13,9 +13,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else.
+        ValueError: it holds something else; the message names it.
     """
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:  # json and UTF-8 errors are ValueErrors
+        raise ValueError(f"{path} holds no rows of bench vllm ({error})") from error
     rows = [row for row in rows if isinstance(row, dict) and "setting" in row]
     if not rows:
         raise ValueError(f"{path} holds no rows of bench vllm")
