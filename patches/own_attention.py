@@ -40,7 +40,7 @@ def own_attention(
         return None
     from latent_santa.kernels.linear import linear, plain
 
-    original = module.forward
+    original, norm = module.forward, getattr(module, "kv_a_layernorm", None)
     cache_name = next((n for n in CACHE_NAMES if n in inspect.signature(type(module).forward).parameters), "")
 
     def project(out: Tensor) -> Tensor:
@@ -54,6 +54,7 @@ def own_attention(
         embeddings, patched = kwargs.get("position_embeddings"), module.__dict__.get("_latent_santa")
         call = patched and patched.control.thread.call
         one = isinstance(states, Tensor) and states.shape[1] == 1 and embeddings is not None and len(args) < 2
+        one = one and (norm is None or as_seen(module.kv_a_layernorm, norm))
         if not one or not call or not call.kind.sampled or torch.is_grad_enabled():
             return original(*args, **kwargs)
         layer = call.layers[module.layer_idx]
@@ -75,6 +76,11 @@ def own_attention(
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
         return None  # it takes other arguments, or gives something else
     return forward if agree else None
+
+
+def as_seen(now: Any, seen: Any) -> bool:
+    """Whether a module whose ``forward`` our kernels leave out is still the one they were compared with."""
+    return now is seen and not (now._forward_hooks or now._forward_pre_hooks)
 
 
 def _mla(module: Any) -> Inputs | None:

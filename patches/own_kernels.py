@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from latent_santa.kernels import unavailable
 
-from .own_attention import own_attention
+from .own_attention import as_seen, own_attention
 
 Forward = Callable[..., Any]
 # relative; a wrong formula is off by as much as the numbers are large
@@ -52,8 +52,10 @@ def _experts(module: Any) -> Forward | None:
     @wraps(original)
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         gate_up, down = module.gate_up_proj, module.down_proj
-        few = hidden_states.dim() == 2 and len(hidden_states) <= MOST_TOKENS and hidden_states.dtype == gate_up.dtype
-        if few and not torch.is_grad_enabled():
+        few = hidden_states.dim() == 2 and len(hidden_states) <= MOST_TOKENS
+        # an adapter puts tensors of its own in place of the weights
+        alike = hidden_states.dtype == gate_up.dtype == down.dtype and gate_up.is_contiguous() and down.is_contiguous()
+        if few and alike and not torch.is_grad_enabled():
             return routed_experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
         return original(hidden_states, top_k_index, top_k_weights)
 
@@ -65,21 +67,23 @@ def _experts_with_shared(module: Any) -> Forward | None:
     if {name for name, _ in module.named_children()} != {"experts", "gate", "shared_experts"}:
         return None
     from latent_santa.kernels.experts import MOST_TOKENS, Shared, reason_not, routed_experts
+    from latent_santa.kernels.linear import plain
 
     experts, mlp, original = module.experts, module.shared_experts, module.forward
-    linear = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    plain = all(type(part) is nn.Linear and part.bias is None and part.weight.is_contiguous() for part in linear)
-    if not plain or not hasattr(experts, "gate_up_proj") or reason_not(experts) is not None:
+    if not hasattr(experts, "gate_up_proj") or reason_not(experts) is not None:
         return None
 
     @wraps(original)
     def forward(hidden_states: Tensor) -> Tensor:
         flat, gate_up = hidden_states.view(-1, hidden_states.shape[-1]), experts.gate_up_proj
-        shared = Shared(*(getattr(mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj")))
-        alike = {flat.dtype, gate_up.dtype, *(weight.dtype for weight in shared)}
-        if len(flat) > MOST_TOKENS or len(alike) > 1 or torch.is_grad_enabled():
+        # adapters and hooks may have come since
+        same = as_seen(module.experts, experts) and as_seen(module.shared_experts, mlp)
+        linear = [getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+        alike = same and flat.dtype == gate_up.dtype and plain(flat[:1], *linear)
+        if len(flat) > MOST_TOKENS or not alike or torch.is_grad_enabled():
             return original(hidden_states)  # type: ignore[no-any-return]
         _, shares, index = module.gate(hidden_states)
+        shared = Shared(*(part.weight for part in linear))
         return routed_experts(flat, index, shares, gate_up, experts.down_proj, shared).view(hidden_states.shape)
 
     return _seen_to_agree(original, forward, _states(experts.gate_up_proj, 1))

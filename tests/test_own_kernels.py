@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 
@@ -17,6 +18,7 @@ from latent_santa.patches.own_kernels import own_forward
 from latent_santa.patches.patch import Edits
 
 from .call_again import on_the_cpu
+from .test_projections import LowRank
 from .tiny_models import assert_same, generate, prompt, tiny_model
 
 if not interpreting():
@@ -65,6 +67,55 @@ def test_a_part_that_computes_something_else_is_left_alone(monkeypatch):
     monkeypatch.setattr(attention.kv_a_layernorm, "variance_epsilon", 9.0)
     monkeypatch.setattr(type(attention.kv_a_layernorm), "forward", lambda self, states: states)
     assert own_forward(attention, base) is None
+
+
+def double(module, args, output):
+    return 2 * output
+
+
+def put_adapter(mixture):
+    mixture.shared_experts.up_proj = LowRank(mixture.shared_experts.up_proj)
+
+
+def put_experts(mixture):
+    mixture.experts = copy.deepcopy(mixture.experts)
+    mixture.experts.gate_up_proj.data.mul_(2)
+
+
+CHANGES = {
+    "an adapter": put_adapter,
+    "other experts": put_experts,
+    "a hook of a projection": lambda mixture: mixture.shared_experts.up_proj.register_forward_hook(double),
+    "a hook of the shared experts": lambda mixture: mixture.shared_experts.register_forward_hook(double),
+    "a hook of the experts": lambda mixture: mixture.experts.register_forward_hook(double),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_adapters_and_hooks_that_come_later_count(change):
+    base = tiny_model("deepseek_v2-experts").base_model
+    mixture, states = base.layers[1].mlp, torch.randn(20, 1, 32, generator=torch.Generator().manual_seed(0))
+    forward = own_forward(mixture, base)
+    before = forward(states)
+    CHANGES[change](mixture)
+    assert torch.equal(forward(states), mixture(states))
+    assert not torch.allclose(forward(states), before, atol=0.01)
+
+
+def test_a_hook_of_a_norm_that_comes_later_counts(monkeypatch):
+    model, ids = tiny_model("deepseek_v2"), prompt(40)
+    monkeypatch.setattr(
+        sys.modules[Edits.__module__], "compile_parts", functools.partial(compiled.compile_parts, backend="eager")
+    )
+    settings = {"budget": 4096, "parents": "contiguous"}
+    with latent_santa.patch(model, compile=True, **settings):
+        plain = generate(model, ids, 3)
+        model.model.layers[0].self_attn.kv_a_layernorm.register_forward_hook(double)
+        found = generate(model, ids, 3)
+    with latent_santa.patch(model, **settings):
+        assert_same(found, generate(model, ids, 3))
+    assert not torch.allclose(found.scores[0], plain.scores[0], atol=0.01)
 
 
 def test_many_tokens_and_gradients_keep_the_models_own_way():
