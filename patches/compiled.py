@@ -76,7 +76,11 @@ def _of_one_token(module: nn.Module, variant: Callable[[torch.Size], Forward]) -
     def forward(states: Tensor, *args: Any, **kwargs: Any) -> Any:
         # (B, T, ...), or (B * T, ...) where a model flattens tokens first
         few = states.shape[1] == 1 if states.dim() > 2 else states.shape[0] <= FEW
-        return variant(states.shape)(module, states, *args, **kwargs) if few else original(states, *args, **kwargs)
+        # torch.compile looks for hooks when it compiles, and for none that come later
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in module.children())
+        if not few or hooked:
+            return original(states, *args, **kwargs)
+        return variant(states.shape)(module, states, *args, **kwargs)
 
     return forward
 

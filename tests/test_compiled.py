@@ -97,3 +97,13 @@ def test_patch_compiles_and_unpatch_puts_everything_back(monkeypatch):
         # four norms with the last one's, two MLPs and the rotary embedding
         assert santa.compiled == 5 + 2 + 1 and "compiled: 8 parts in calls of one token" in santa.report()
     assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+@torch.no_grad()
+def test_a_hook_inside_of_a_part_that_comes_after_its_first_call_is_called():
+    base = tiny_model("qwen2").base_model
+    mlp, states = base.layers[0].mlp, torch.ones(1, 1, base.config.hidden_size)
+    forward = next(new for part, _, new in compiled.compile_parts(base, backend="eager") if part is mlp)
+    before = forward(states)
+    mlp.down_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    assert torch.equal(forward(states), 2 * before)
