@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from .patch import Edits
 
 SETTINGS = frozenset(field.name for field in fields(SantaConfig))
+# what `patch` takes beside them, and the way to change it afterwards
+ONCE = {
+    "preset": "give configure(latent_santa.SantaConfig.preset(...))",
+    "graphs": "unpatch, and patch again with another graphs=",
+    "compile": "unpatch, and patch again with another compile=",
+}
 
 
 def checked_settings(
@@ -114,8 +120,13 @@ class SantaHandle:
 
         Decode settings apply to the next call, the seed to caches filled from now on. When a setting that shapes teams
         changes, a cache that is already grouped is grouped anew at its next sampled call.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as :func:`latent_santa.patch`; the settings stay as they were.
         """
         control = self._control
+        for name in ONCE.keys() & overrides:
+            raise ValueError(f"configure has no {name}, which patch takes: {ONCE[name]}")
         control.config = checked_settings(control.adapters, config, self.config, overrides)
         return self.config
 

@@ -56,6 +56,15 @@ def test_presets(model):
         latent_santa.patch(model, paper, preset="paper")
 
 
+@pytest.mark.parametrize("given", [{"preset": "paper"}, {"graphs": "off"}, {"compile": True}])
+def test_configure_says_how_to_change_what_only_patch_takes(model, given):
+    name = next(iter(given))
+    with latent_santa.patch(model, budget=64) as santa:
+        with pytest.raises(ValueError, match=f"configure has no {name}, which patch takes: "):
+            santa.configure(budget=32, **given)
+        assert santa.config.budget == 64
+
+
 def test_the_report_recommends_one_draw_for_many_heads():
     model = tiny_model("deepseek_v2", hidden_size=64, num_attention_heads=64, num_key_value_heads=64)
     with latent_santa.patch(model) as santa:
