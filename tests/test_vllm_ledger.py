@@ -72,3 +72,17 @@ def test_the_file_is_whole_and_says_what_was_not_sampled(tmp_path: Path) -> None
     assert told["unsampled"] == {"several tokens": {"steps": 1, "rows": 40 * LAYERS}}
     assert [p.name for p in path.parent.iterdir()] == ["ledger.json"]
     assert "read 20.0 % of dense's rows in 1 decoding steps" in found.line(told)
+
+
+def test_a_file_that_cannot_be_written_is_told_of_once_and_tried_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "folder" / "ledger.json"
+    path.parent.touch()  # a file where the folder should be
+    found = Ledger(2, LAYERS, torch.device("cpu"), {}, say=said.append)
+    found._path = str(path)
+    for _ in range(2):
+        found._try_to_write()
+    assert len(said) == 1 and "cannot be written" in said[0] and str(path.parent) in said[0]
+    path.parent.unlink()
+    found._try_to_write()
+    assert path.is_file() and len(said) == 1

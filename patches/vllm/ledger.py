@@ -55,6 +55,7 @@ class Ledger:
         self._gone = [0] * (len(COLUMNS) + 2)  # of requests that the file has no room for
         self._unsampled: dict[str, list[int]] = {}
         self._steps = 0
+        self._untold = True
         self._lock = threading.Lock()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if path or log_seconds:
@@ -157,6 +158,16 @@ class Ledger:
         spare.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         os.replace(spare, target)
 
+    def _try_to_write(self) -> None:
+        """Write; a file that cannot be written is told of once until it can, and counting goes on."""
+        try:
+            self.write()
+            self._untold = True
+        except OSError as error:
+            if self._untold:
+                self._untold = False
+                self._say(f"SANTA++: the row counts cannot be written, and are tried again: {error}")
+
     def _watch(self) -> None:
         logged, seen, settled, told = time.monotonic(), 0, 0, 0
         while True:
@@ -166,7 +177,7 @@ class Ledger:
                 # a step that is still running is looked at once more, after a second without another one
                 settled, seen = (steps if steps == seen else settled), steps
                 with torch.cuda.stream(self._stream):  # does nothing without a device
-                    self.write()
+                    self._try_to_write()
             if self._log_seconds and steps != told and time.monotonic() - logged >= self._log_seconds:
                 logged, told = time.monotonic(), steps
                 with torch.cuda.stream(self._stream):
