@@ -164,6 +164,9 @@ def test_a_run_is_written_goes_on_and_makes_the_readmes_table(
     assert main(["bench", "decode", "--table", str(tmp_path), "--settings", "pooled,absorbed_dense"]) == 0
     times = [f"{statistics.median(later[name]['generate_ms']):.1f}" for name in ("pooled", "absorbed_dense")]
     assert capsys.readouterr().out.splitlines()[-1] == f"| small, batch 2, 64 | {' | '.join(times)} |"
+    assert main(["bench", "decode", "--table", str(tmp_path)]) == 0  # every setting of the run
+    names = [name.strip().replace(" ", "_") for name in capsys.readouterr().out.splitlines()[0].split("|")[2:-1]]
+    assert names == list(later)
 
 
 def made_up(batch: int, context: int) -> dict[str, Any]:

@@ -44,7 +44,11 @@ def add_parser(subparsers: Any) -> None:
     add("--layers", type=int, help="use this many layers instead of the shape's own")
     add("--batch", type=numbers, default="1,8", help="sequences, several separated by commas")
     add("--context", type=numbers, default="32768,131072", help="cached tokens per sequence, separated by commas")
-    add("--settings", type=options.values(str, "per_head,pooled"), default=SETTINGS, help="what to compare")
+    add(
+        "--settings",
+        type=options.values(str, "per_head,pooled"),
+        help=f"what to compare (default: {SETTINGS}; with --table what its runs have)",
+    )
     add("--budget", type=int, default=128, help="S, nominal budget; K = S / (P / R) teams per head")
     add("--parents", default="contiguous", choices=("contiguous", "kmeans"), help="of settings without +kmeans")
     add("--parents-per-head", type=int, default=64, metavar="K1", help="parents per head that +two_stage samples")
@@ -66,7 +70,7 @@ def add_parser(subparsers: Any) -> None:
         type=options.path,
         nargs="+",
         metavar="DIR",
-        help="measure nothing: print the README's table of earlier runs, with the columns of --settings",
+        help="measure nothing: print the README's table of earlier runs, with the columns of --settings or all",
     )
     add(
         "--config",
@@ -82,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """Check everything, make the model once, and measure point by point; files are written after every turn."""
     if args.table:
         return _table(args)
+    args.settings = args.settings or SETTINGS.split(",")
     import torch
 
     from latent_santa.eval.bench import decode_report
@@ -304,5 +309,6 @@ def _table(args: argparse.Namespace) -> int:
     from latent_santa.eval.bench.decode_report import readme_table
 
     runs = [_read(directory / "decode.json") for directory in args.table]
-    print(readme_table(runs, args.settings), end="")
+    measured = dict.fromkeys(name for run in runs for point in run["points"] for name in point["results"])
+    print(readme_table(runs, args.settings or list(measured)), end="")
     return 0
