@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import current
-from .mla_inputs import Angles, halves
+from .mla_inputs import Angles, rotate
 from .plan import power
 
 
@@ -21,12 +21,6 @@ def gqa_inputs_kernel(
     ``key (B, G D)`` and writes it and ``value (B, G D)`` to row ``place`` of ``keys`` and ``values`` (row 0 if not
     PLACED), whose strides are (sequence, head, row)."""
     i_head, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    HALF: tl.constexpr = D // 2
-    i_half = tl.arange(0, BH)
-    m_half = i_half < HALF
-    o_angle = i_b * angle_strides[0] + i_half * angle_strides[1]
-    b_cos = tl.load(cos + o_angle, mask=m_half, other=0.0).to(tl.float32)  # [BH]
-    b_sin = tl.load(sin + o_angle, mask=m_half, other=0.0).to(tl.float32)  # [BH]
     i_row = 0
     if PLACED:
         i_row = tl.load(place)
@@ -37,14 +31,7 @@ def gqa_inputs_kernel(
     else:
         p_in = key + i_b * key_stride + i_g * D
         p_out = keys + i_b * keys_strides[0] + i_g * keys_strides[1] + i_row * keys_strides[2]
-    o_first, o_second = halves(0, HALF, BH, PAIRS_IN)
-    b_first = tl.load(p_in + o_first, mask=m_half, other=0.0).to(tl.float32)
-    b_second = tl.load(p_in + o_second, mask=m_half, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # what is written may lie where another thread reads
-    o_first, o_second = halves(0, HALF, BH, PAIRS_OUT)
-    dtype: tl.constexpr = query.dtype.element_ty
-    tl.store(p_out + o_first, (b_first * b_cos - b_second * b_sin).to(dtype), mask=m_half)
-    tl.store(p_out + o_second, (b_second * b_cos + b_first * b_sin).to(dtype), mask=m_half)
+    rotate(p_in, p_out, cos, sin, i_b, angle_strides, D, BH, PAIRS_IN, PAIRS_OUT)
     if i_head >= H:
         i_dim = tl.arange(0, BD)
         b_value = tl.load(value + i_b * value_stride + i_g * D + i_dim, mask=i_dim < D, other=0.0)

@@ -27,12 +27,34 @@ class Angles(NamedTuple):
 
 
 @triton.jit
-def halves(start, HALF: tl.constexpr, BH: tl.constexpr, PAIRS: tl.constexpr):
+def halves(HALF: tl.constexpr, BH: tl.constexpr, PAIRS: tl.constexpr):
     """Where the two numbers ``[BH]`` of each rotated pair lie."""
     i = tl.arange(0, BH)
     if PAIRS:
-        return start + 2 * i, start + 2 * i + 1
-    return start + i, start + HALF + i
+        return 2 * i, 2 * i + 1
+    return i, HALF + i
+
+
+@triton.jit
+def rotate(
+    p_in, p_out, cos, sin, i_b, angle_strides, D: tl.constexpr, BH: tl.constexpr, PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+):  # fmt: skip
+    """Write the D numbers at ``p_in``, rotated by the angles of sequence i_b, to ``p_out``, which may be the same."""
+    HALF: tl.constexpr = D // 2
+    dtype: tl.constexpr = p_in.dtype.element_ty
+    i_half = tl.arange(0, BH)
+    m_half = i_half < HALF
+    o_angle = i_b * angle_strides[0] + i_half * angle_strides[1]
+    b_cos = tl.load(cos + o_angle, mask=m_half, other=0.0).to(tl.float32)  # [BH]
+    b_sin = tl.load(sin + o_angle, mask=m_half, other=0.0).to(tl.float32)  # [BH]
+    o_first, o_second = halves(HALF, BH, PAIRS_IN)
+    b_first = tl.load(p_in + o_first, mask=m_half, other=0.0).to(tl.float32)
+    b_second = tl.load(p_in + o_second, mask=m_half, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # what is written may lie where another thread reads
+    o_first, o_second = halves(HALF, BH, PAIRS_OUT)
+    tl.store(p_out + o_first, (b_first * b_cos - b_second * b_sin).to(dtype), mask=m_half)
+    tl.store(p_out + o_second, (b_second * b_cos + b_first * b_sin).to(dtype), mask=m_half)
 
 
 @triton.jit
@@ -45,12 +67,6 @@ def mla_inputs_kernel(
     (H, sequence) norms the first RANK numbers of ``compressed (B, RANK + ROPE)`` and rotates the others, and writes
     them to row ``place`` of ``latents`` and ``keys`` (row 0 if not PLACED), whose strides are (sequence, row)."""
     i_head, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    HALF: tl.constexpr = ROPE // 2
-    i_half = tl.arange(0, BH)
-    m_half = i_half < HALF
-    o_angle = i_b * angle_strides[0] + i_half * angle_strides[1]
-    b_cos = tl.load(cos + o_angle, mask=m_half, other=0.0).to(tl.float32)  # [BH]
-    b_sin = tl.load(sin + o_angle, mask=m_half, other=0.0).to(tl.float32)  # [BH]
     i_row = 0
     if PLACED:
         i_row = tl.load(place)
@@ -61,19 +77,13 @@ def mla_inputs_kernel(
     else:
         p_in = compressed + i_b * compressed_stride + RANK
         p_out = keys + i_b * keys_strides[0] + i_row * keys_strides[1]
-    o_first, o_second = halves(0, HALF, BH, PAIRS_IN)
-    b_first = tl.load(p_in + o_first, mask=m_half, other=0.0).to(tl.float32)
-    b_second = tl.load(p_in + o_second, mask=m_half, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # what is written may lie where another thread reads
-    o_first, o_second = halves(0, HALF, BH, PAIRS_OUT)
-    dtype: tl.constexpr = query.dtype.element_ty
-    tl.store(p_out + o_first, (b_first * b_cos - b_second * b_sin).to(dtype), mask=m_half)
-    tl.store(p_out + o_second, (b_second * b_cos + b_first * b_sin).to(dtype), mask=m_half)
+    rotate(p_in, p_out, cos, sin, i_b, angle_strides, ROPE, BH, PAIRS_IN, PAIRS_OUT)
     if i_head == H:
         i_dim = tl.arange(0, BR)
         b_latent = tl.load(compressed + i_b * compressed_stride + i_dim, mask=i_dim < RANK, other=0.0).to(tl.float32)
         b_latent = b_latent * tl.rsqrt(tl.sum(b_latent * b_latent, 0) / RANK + eps)
         b_weight = tl.load(weight + i_dim, mask=i_dim < RANK, other=0.0).to(tl.float32)
+        dtype: tl.constexpr = query.dtype.element_ty
         b_latent = b_latent.to(dtype).to(tl.float32) * b_weight
         tl.store(p_latent + i_dim, b_latent.to(dtype), mask=i_dim < RANK)
 

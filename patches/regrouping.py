@@ -93,7 +93,7 @@ def regroup_generated(
             for layer in theirs:
                 layer.coming = coming
         if rows >= after:
-            _come(theirs, visible, coming, config)
+            _come(theirs, coming, config)
 
 
 def _made(
@@ -113,21 +113,15 @@ def _made(
     return Coming(config, tuple(layer.grouped for layer in layers), start, stop, teams, mask_of(visible, stop))
 
 
-def _come(
-    layers: Sequence[TeamLayer],
-    visible: Tensor | None,
-    coming: Coming,
-    config: SantaConfig,
-) -> None:
+def _come(layers: Sequence[TeamLayer], coming: Coming, config: SantaConfig) -> None:
     """Write the teams into the records."""
     start, stop = coming.start, coming.stop
     spans = _parents_of(stop - start, config)
     records = [_roomy(layer, spans, config) for layer in layers]
     new = [coded_like(teams, old, config) for teams, old in zip(coming.teams, records, strict=True)]
     append_(records, new, start, spans)
-    seen = mask_of(visible, stop)
     for layer in layers:
-        layer.grouped, layer.coming = replace(layer.grouped, stop=stop, seen=seen), None
+        layer.grouped, layer.coming = replace(layer.grouped, stop=stop, seen=coming.seen), None
 
 
 def _make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> None:
