@@ -109,6 +109,8 @@ class MlaAdapter(Adapter):
         w_uv = self._weights[:, self.nope :]
         if w_uv.is_cuda and w_uv.dtype == dtype in HALF:
             latents = out[:, 0].transpose(0, 1).to(dtype)
+            if torch.is_grad_enabled():  # bmm into a given tensor refuses weights that require gradients
+                return torch.bmm(latents, w_uv.transpose(1, 2)).transpose(0, 1)[:, None]
             values = latents.new_empty(out.shape[0], *w_uv.shape[:2])
             torch.bmm(latents, w_uv.transpose(1, 2), out=values.transpose(0, 1))  # as the next projection reads it
             return values[:, None]
