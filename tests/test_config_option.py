@@ -10,6 +10,7 @@ import pytest
 from latent_santa.config import SantaConfig
 from latent_santa.eval.cli import build_parser, main
 from latent_santa.eval.commands import options
+from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run.models import ModelSpec
 
 
@@ -102,3 +103,33 @@ def test_a_run_from_a_file_records_its_settings(tmp_path):
     assert main(words.split()) == 0
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["settings"]["seed"] == 11 and [c["budget"] for c in manifest["conditions"]] == [None, 16]
+
+
+def conditions(*words: str) -> tuple[SantaConfig, ...]:
+    args = parsed("ruler", "--model", "builtin:tiny", "--budgets", "64", "--parents", "kmeans", *words)
+    return options.conditions(args, options.base_config(args, ModelSpec("builtin:tiny", device="cpu")))
+
+
+def test_single_settings_stand_beside_the_combinations(tmp_path):
+    mine, path = saved(tmp_path, routing="two_stage", noise="shared", estimator="pooled", parents_per_head=7, budget=24)
+    dense, *found = conditions("--methods", "dense", "--seed", "3", "--also", f"recommended,{path}")
+    assert dense.method == "dense" and {one.seed for one in (dense, *found)} == {3}
+    assert [one.used() | {"seed": 0} for one in found] == [
+        SantaConfig.preset("recommended").used() | {"seed": 0},
+        mine.used() | {"seed": 0},
+    ]
+    grid = conditions("--estimators", "pooled", "--also", "recommended")
+    assert [one.routing for one in grid] == ["one_stage", "one_stage", "two_stage"]
+    again = conditions("--estimators", "pooled", "--routing", "two_stage", "--budgets", "128", "--also", "recommended")
+    assert len(again) == 2  # the preset is one of the combinations
+
+
+def test_single_settings_that_cannot_share_a_run_are_refused(tmp_path):
+    with pytest.raises(EvalError, match="--also paper: it needs --regroup-after 0 --kmeans-engine sklearn, which all"):
+        conditions("--also", "paper")
+    assert conditions("--methods", "dense", "--also", "paper", "--kmeans-engine", "sklearn", "--regroup-after", "0")
+    _, path = saved(tmp_path, first_token="dense")
+    with pytest.raises(EvalError, match="first_token='dense'; here it is 'replay' always"):
+        conditions("--also", path)
+    with pytest.raises(EvalError, match="--also nowhere.json.*presets are paper, recommended, many_heads"):
+        conditions("--also", "nowhere.json")

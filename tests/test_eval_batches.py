@@ -81,12 +81,12 @@ def make_runner(directory, generator, batch_size, text=None):
 
 
 def rows(store):
-    """Every condition's results in the order of their lines, without what tells how they were made."""
+    """Every condition's results in the order of their ids, without what tells how they were made."""
     found = {}
     for condition in CONDITIONS:
         path = store.results_directory / f"{slug(condition)}.jsonl"
         if path.is_file():
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            lines = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda line: line["id"])
             found[slug(condition)] = [
                 {k: v for k, v in line.items() if k not in ("batch", "seconds")} for line in lines
             ]
@@ -176,7 +176,7 @@ def test_a_batch_is_its_prompts_alone(tmp_path, generator, alone):
     assert runner.run(CONDITIONS) == 0
     assert rows(runner.store) == alone
     lines = [json.loads(line) for line in (runner.store.results_directory / "dense.jsonl").read_text().splitlines()]
-    assert [line["batch"] for line in lines] == [3, 3, 3, 2, 2] * 2
+    assert [line["batch"] for line in lines] == [3, 3, 3, 3, 3, 3, 3, 2, 2] * 2
     # answers of one batch end early, at the cap, and with their first token
     for results in alone.values():
         lengths = [result["n_new"] for result in results]
@@ -273,10 +273,10 @@ def test_nothing_but_failures_stops_a_run_in_batches(tmp_path, generator):
     assert watched.sizes == [5, 1, 1, 1]
 
 
-def test_batches_are_of_one_task_and_cap():
+def test_batches_are_of_one_task_and_cap_and_tasks_take_turns():
     prompts = make_prompts(Renderer(tokenizer()))
     names = [[prompt.sample.id for prompt in batch] for batch in batches(prompts, 4)]
-    assert names == [[f"{task}/{i:06d}" for i in part] for task in CAPS for part in (range(4), range(4, 5))]
+    assert names == [[f"{task}/{i:06d}" for i in part] for part in (range(4), range(4, 5)) for task in CAPS]
     assert [len(batch) for batch in batches(prompts, 1)] == [1] * 10
     assert [len(batch) for batch in batches(prompts, 100)] == [5, 5] and list(batches([], 3)) == []
 

@@ -1,9 +1,13 @@
-"""The --config option: settings from a file that `SantaConfig.save` wrote, in place of a command's options."""
+"""Settings from files that `SantaConfig.save` wrote: --config in place of a command's options, --also beside them."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from latent_santa.eval.errors import EvalError
 
 if TYPE_CHECKING:
     from latent_santa.config import SantaConfig
@@ -28,6 +32,35 @@ def read(text: str) -> SantaConfig:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def single(word: str, base: SantaConfig, shared: Iterable[str]) -> SantaConfig:
+    """The settings of one word of --also, a preset or a file, with what all settings of a run share.
+
+    base    settings that hold what is shared
+    shared  names of fields that are equal in all settings of a run, and an option each
+
+    Raises:
+        EvalError: there are no such settings, or they differ from the base in something that is shared.
+    """
+    from latent_santa.config import PRESETS, SantaConfig
+    from latent_santa.eval.run.conditions import swept_by
+
+    try:
+        given = SantaConfig.preset(word) if word in PRESETS else read(word)
+    except argparse.ArgumentTypeError as error:
+        raise EvalError(f"--also {error}; presets are {', '.join(PRESETS)}") from error
+    if given.first_token != base.first_token:
+        raise EvalError(f"--also {word} has first_token={given.first_token!r}; here it is {base.first_token!r} always")
+    default, other = SantaConfig(), []
+    for name in shared:
+        if getattr(given, name) not in (getattr(default, name), getattr(base, name)):
+            other.append(f"--{name.replace('_', '-')} {getattr(given, name)}")
+    if other:
+        raise EvalError(
+            f"--also {word}: it needs {' '.join(other)}, which all settings of a run share: say so for the whole run"
+        )
+    return replace(base, method=given.method, **{name: getattr(given, name) for name in swept_by(given.method)})
 
 
 class FromConfig(argparse.Action):

@@ -210,7 +210,7 @@ def prepare(args: argparse.Namespace, console: Console | None = None) -> Evaluat
         **_model_settings(spec, config),
         **_prompt_settings(request),
         **{name: getattr(base, name) for name in (*options.SHARED, "first_token")},
-        "noise": ",".join(args.noise),
+        "noise": ",".join(dict.fromkeys((*args.noise, *(one.noise for one in conditions if one.noise != base.noise)))),
         **renderer.fingerprint(),
         "batch_size": args.batch_size,
         "context_limit": limit,

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_santa.eval.commands.config_file import SEVERAL, add_config_option
+from latent_santa.eval.commands.config_file import SEVERAL, add_config_option, single
 from latent_santa.eval.errors import EvalError
 from latent_santa.eval.run.models import DTYPES, QUANTS, ModelSpec
 
@@ -286,6 +286,13 @@ def add_method_options(
     )
     add("--seed", type=int, default=0, help="base seed of the sampling noise")
     add("--kmeans-seed", type=int, default=0, help="seed of k-means")
+    add(
+        "--also",
+        type=values(str, "recommended,mine.json"),
+        default=[],
+        metavar="SETTINGS",
+        help="single settings beside the combinations above: names of presets, or files that SantaConfig.save wrote",
+    )
     add_config_option(group)
 
 
@@ -345,7 +352,8 @@ def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig
             raise EvalError(f"--budgets-of {method}: it is not among --methods {','.join(args.methods)}: add it there")
         if method in METHODS and "budget" not in METHODS[method].settings:
             raise EvalError(f"--budgets-of {method}: it has no budget: leave the option out")
-    return expand(base, args.methods, args.budgets, args.estimators, *sizes, routing, args.noise, hashes, exact, own)
+    found = expand(base, args.methods, args.budgets, args.estimators, *sizes, routing, args.noise, hashes, exact, own)
+    return tuple(dict.fromkeys((*found, *(single(word, base, SHARED) for word in args.also))))
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

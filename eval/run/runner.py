@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, Protocol
 
 from latent_santa.config import SantaConfig
@@ -203,11 +203,16 @@ class Runner:
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
-    """At most `size` prompts at a time, in order, each time of one task and one end of answers."""
+    """At most `size` prompts at a time, each time of one task and one end of answers.
+
+    The tasks take turns, so that a run that is stopped early has answers of each.
+    """
+    turns = []
     for _, alike in groupby(prompts, lambda p: (p.sample.task, p.sample.max_new_tokens, p.sample.stop)):
         task = list(alike)
-        for start in range(0, len(task), size):
-            yield task[start : start + size]
+        turns.append([task[start : start + size] for start in range(0, len(task), size)])
+    for turn in zip_longest(*turns):
+        yield from (batch for batch in turn if batch is not None)
 
 
 def _first_needles(prompts: list[Prompt]) -> list[Prompt]:
