@@ -54,7 +54,7 @@ def test_one_result_a_prompt_with_all_its_parts(tmp_path):
     assert runner.run((DENSE, SPARSE)) == 0
     lines = (tmp_path / "results" / f"{slug(SPARSE)}.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
-    assert [json.loads(line)["id"] for line in lines] == [f"{t}/{i:06d}" for t in ("single", "fwe") for i in range(3)]
+    assert [json.loads(line)["id"] for line in lines] == [f"{t}/{i:06d}" for i in range(3) for t in ("single", "fwe")]
     assert first["n_new"] == 5 and first["hit_cap"] and first["sparse_calls"] == 5
     assert first["access"] == generator.access and first["seconds"] >= 0
     assert 0 <= first["score"] <= 1
@@ -99,7 +99,7 @@ def test_what_is_done_is_not_done_again(tmp_path):
 
 def test_a_failing_prompt_is_recorded_and_tried_again_later(tmp_path):
     error = torch.OutOfMemoryError("out of memory: 3 GiB\nwith details")
-    runner = make_runner(tmp_path, FakeGenerator(fails=lambda call: error if call == 2 else None))
+    runner = make_runner(tmp_path, FakeGenerator(fails=lambda call: error if call == 3 else None))
     assert runner.run((DENSE,)) == 1
     results = runner.store.results("dense")
     assert len(results) == 6
@@ -164,10 +164,10 @@ def test_processes_that_hold_one_model_answer_every_prompt_and_one_writes(tmp_pa
 
 
 def test_processes_that_hold_one_model_stop_at_a_failure(tmp_path):
-    generator = FakeGenerator(fails=lambda call: MemoryError("out of memory") if call == 2 else None)
+    generator = FakeGenerator(fails=lambda call: MemoryError("out of memory") if call == 3 else None)
     with pytest.raises(EvalError, match="single/000001: MemoryError: out of memory.*--resume goes on from there"):
         make_runner(tmp_path, generator, joined=Processes(0, 2, together=True)).run((DENSE,))
-    assert len(Store(tmp_path).results("dense")) == 1
+    assert len(Store(tmp_path).results("dense")) == 2
 
 
 def test_other_ids_than_frozen_are_refused(tmp_path):
