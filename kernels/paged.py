@@ -28,16 +28,21 @@ PROGRAMS = 16
 
 
 def reason_not(
-    query: Tensor, cache: Tensor, records: PagedRecords, block_table: Tensor, sampling: PagedSampling, rank: int
+    query: tuple[Tensor, Tensor],
+    cache: Tensor,
+    records: PagedRecords,
+    block_table: Tensor,
+    sampling: PagedSampling,
 ) -> str | None:
     """Why the kernels cannot run :func:`paged_attention`, or None when they can; depends on shapes and settings."""
-    reason = _reason_not_rows(cache, records, rank)
+    reason = _reason_not_rows(cache, records, query[0].shape[2])
     if reason is not None:
         return reason
-    if query.dtype not in (torch.float32, cache.dtype):
-        return f"the query is {query.dtype}: the kernels take float32 or the rows' {cache.dtype}"
-    if query.stride(2) != 1 or block_table.stride(1) != 1 or block_table.dtype != torch.int32:
-        return "query and block_table need a contiguous last dimension, and block_table int32"
+    if any(part.dtype not in (torch.float32, cache.dtype) for part in query) or query[0].dtype != query[1].dtype:
+        given = " and ".join(str(part.dtype) for part in query)
+        return f"the queries are {given}: the kernels take two of float32, or two of the rows' {cache.dtype}"
+    if any(part.stride(2) != 1 for part in query) or block_table.stride(1) != 1 or block_table.dtype != torch.int32:
+        return "queries and block_table need a contiguous last dimension, and block_table int32"
     if sampling.first_head % 4 and sampling.noise == "independent":
         return f"first_head is {sampling.first_head}: the kernels draw noise for whole quads of heads"
     if sampling.parents_per_head is not None:
@@ -138,32 +143,40 @@ def sizes_of(s: Shapes, p: Plan, pooled: bool) -> Sizes:
     }
 
 
-def group_filled(cache: Tensor, records: PagedRecords, slot_mapping: Tensor, rank: int) -> None:
-    """:func:`latent_santa.paged.group_filled`.
+def write_rows(cache: Tensor, records: PagedRecords, latent: Tensor, rotary: Tensor, slot_mapping: Tensor) -> None:
+    """:func:`latent_santa.paged.write_rows`.
 
     Raises:
         RuntimeError: the kernels cannot take these inputs; the message says why.
     """
+    rank, rope = latent.shape[1], rotary.shape[1]
     _refuse(_reason_not_rows(cache, records, rank))
+    if latent.stride(1) != 1 or rotary.stride(1) != 1 or not slot_mapping.is_contiguous():
+        _refuse("new rows need a contiguous last dimension, and slot_mapping must be contiguous")
     from .launch import current
-    from .paged_group import paged_group_kernel
+    from .paged_write import paged_write_kernel
 
     p = records.parent_size
     if not slot_mapping.numel():
         return
     with current(cache.device):
-        paged_group_kernel[(slot_mapping.numel(), records.block_size // p)](
+        paged_write_kernel[(slot_mapping.numel(), records.block_size // p)](
             latents=cache,
+            rotary=cache[..., rank:],
+            new_latents=latent,
+            new_rotary=rotary,
             slot_mapping=slot_mapping,
             team=records.team,
             row=records.row,
             size=records.size,
             mean=records.size if records.mean is None else records.mean,
             row_stride=cache.stride(1),
+            new_latent_stride=latent.stride(0),
+            new_rotary_stride=rotary.stride(0),
             D=rank,
             BD=power(rank),
-            ROPE=cache.shape[2] - rank,
-            BROPE=power(cache.shape[2] - rank),
+            ROPE=rope,
+            BROPE=power(rope),
             SIZE=records.block_size,
             P=p,
             R=records.representatives,
@@ -173,13 +186,12 @@ def group_filled(cache: Tensor, records: PagedRecords, slot_mapping: Tensor, ran
 
 
 def paged_attention(
-    query: Tensor,
+    query: tuple[Tensor, Tensor],
     cache: Tensor,
     records: PagedRecords,
     block_table: Tensor,
     seq_lens: Tensor,
     sampling: PagedSampling,
-    rank: int,
     counts: Tensor,
     out: Tensor | None = None,
     scratch: PagedScratch = DEFAULT,
@@ -190,15 +202,15 @@ def paged_attention(
     Raises:
         RuntimeError: the kernels cannot take these inputs; the message says why.
     """
-    _refuse(reason_not(query, cache, records, block_table, sampling, rank))
+    _refuse(reason_not(query, cache, records, block_table, sampling))
     from .launch import current
     from .paged_launch import PagedLaunches
 
-    out = query.new_empty(*query.shape[:2], rank) if out is None else out
-    if not query.shape[0]:
+    out = torch.empty_like(query[0], memory_format=torch.contiguous_format) if out is None else out
+    if not out.shape[0]:
         return out
     with current(cache.device):
-        launches = PagedLaunches(query, cache, records, block_table, seq_lens, sampling, rank, scratch, dense)
+        launches = PagedLaunches(query, cache, records, block_table, seq_lens, sampling, scratch, dense)
         for launch in launches.routing().values():
             launch()
         launches.attend()

@@ -15,11 +15,12 @@ from .paged_rows import list_rows_of, request, share_of_rows
 @triton.jit(do_not_specialize=["K", "dense_below"])
 def paged_attend_kernel(
     query0, query1, latents, rotary, table, seq_lens, dense, team, flags, corrections, list_rows, list_teams, list_bits,
-    part_out, part_max, part_sum, part_rows, scale, K, dense_below, query_strides, row_stride, table_stride, MP, H,
-    CAPACITY, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr, BD1: tl.constexpr, HB: tl.constexpr,
-    BN: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    FLAGGED: tl.constexpr, P: tl.constexpr, R: tl.constexpr, TALL: tl.constexpr, SPLIT: tl.constexpr,
-    POOLED: tl.constexpr, ALL: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_max, part_sum, part_rows, scale, K, dense_below, query0_strides, query1_strides, row_stride,
+    table_stride, MP, H, CAPACITY, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr, BD1: tl.constexpr,
+    HB: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr,
+    SLOTS: tl.constexpr, FLAGGED: tl.constexpr, P: tl.constexpr, R: tl.constexpr, TALL: tl.constexpr,
+    SPLIT: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (share, head block, request). A request's last rows, or all of them where it samples no teams, are in no
     team and count fully. ALL: no request of this launch samples.
@@ -31,9 +32,10 @@ def paged_attend_kernel(
     n, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
     first_head = tl.program_id(1) * HB
     i_head = first_head + tl.arange(0, HB)  # [HB]
-    o_query = i_b.to(tl.int64) * query_strides[0]
-    b_high0, b_low0 = query_parts(query0 + o_query, i_head, H, query_strides[2], D0, BD0, DTYPE, SPLIT)
-    b_high1, b_low1 = query_parts(query1 + o_query, i_head, H, query_strides[2], D1, BD1, DTYPE, SPLIT)
+    p_query0 = query0 + i_b.to(tl.int64) * query0_strides[0]
+    p_query1 = query1 + i_b.to(tl.int64) * query1_strides[0]
+    b_high0, b_low0 = query_parts(p_query0, i_head, H, query0_strides[2], D0, BD0, DTYPE, SPLIT)
+    b_high1, b_low1 = query_parts(p_query1, i_head, H, query1_strides[2], D1, BD1, DTYPE, SPLIT)
     o_list = ((i_b.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * shares + i_share) * CAPACITY
     p_list_rows = list_rows + o_list
     p_list_teams = list_teams + o_list

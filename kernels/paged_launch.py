@@ -62,21 +62,20 @@ class PagedLaunches:
 
     def __init__(
         self,
-        query: Tensor,
+        query: tuple[Tensor, Tensor],
         cache: Tensor,
         records: PagedRecords,
         block_table: Tensor,
         seq_lens: Tensor,
         sampling: PagedSampling,
-        rank: int,
         scratch: PagedScratch,
         dense: Tensor | None = None,
     ) -> None:
         self.records, self.table, self.seq_lens, self.sampling = records, block_table, seq_lens, sampling
         # without flags any tensor does: it is not read
         self.flagged, self.dense = dense is not None, seq_lens if dense is None else dense.view(torch.uint8)
-        self.query, self.parts = (query[..., :rank], query[..., rank:]), (cache[..., :rank], cache[..., rank:])
-        batch, heads, width = query.shape
+        batch, heads, rank = query[0].shape
+        self.query, self.parts = query, (cache[..., :rank], cache[..., rank:])
         rows, p, r = block_table.shape[1] * records.block_size, records.parent_size, records.representatives
         teams = block_table.shape[1] * records.slots
         k = sampling.teams_per_head
@@ -93,11 +92,11 @@ class PagedLaunches:
             prompt=rows,
             suffix=power(records.block_size, 64),
             teams=teams,
-            dims=(rank, width - rank),
+            dims=(rank, query[1].shape[2]),
             values=rank,
             latent=True,
             dtype=cache.dtype,
-            split=query.dtype == torch.float32 and cache.dtype != torch.float32,
+            split=query[0].dtype == torch.float32 and cache.dtype != torch.float32,
             bits=16,
             teams_per_head=k,
             # no team has more rows than the others of its parent leave
@@ -136,6 +135,14 @@ class PagedLaunches:
             "dense_below": s.dense_below, "H": self.shapes.heads, "SIZE": records.block_size, "SLOTS": records.slots,
         }  # fmt: skip
 
+    def _queries(self) -> dict[str, Any]:
+        """The queries' parts, and their strides (request, 0, head)."""
+        return {
+            name: value
+            for i, part in enumerate(self.query)
+            for name, value in ((f"query{i}", part), (f"query{i}_strides", (part.stride(0), 0, part.stride(1))))
+        }
+
     def _draws(self) -> dict[str, Any]:
         """Arguments that key the noise."""
         s = self.sampling
@@ -155,14 +162,12 @@ class PagedLaunches:
         return {
             **self._requests(),
             **self._draws(),
-            "query0": self.query[0],
-            "query1": self.query[1],
+            **self._queries(),
             "latents": keys[0],
             "rotary": keys[1],
             "table": self.table,
             "row": self.records.row,
             "scale": self.sampling.scale,
-            "query_strides": (self.query[0].stride(0), 0, self.query[0].stride(1)),
             "row_strides": (0, 0, keys[0].stride(-2)),
             "table_stride": self.table.stride(0),
             "WORDS": mask_words(s.heads),
@@ -274,8 +279,7 @@ class PagedLaunches:
         s, p, b, records = self.shapes, self.plan, self.buffers, self.records
         paged_attend_kernel[(p.shares, ceil_div(s.heads, p.attend_heads), s.batch)](
             **self._requests(),
-            query0=self.query[0],
-            query1=self.query[1],
+            **self._queries(),
             latents=self.parts[0],
             rotary=self.parts[1],
             table=self.table,
@@ -290,7 +294,6 @@ class PagedLaunches:
             part_sum=b["part_sum"],
             part_rows=b["part_rows"],
             scale=self.sampling.scale,
-            query_strides=(self.query[0].stride(0), 0, self.query[0].stride(1)),
             row_stride=self.parts[0].stride(1),
             table_stride=self.table.stride(0),
             MP=padded_teams(s.teams),

@@ -13,11 +13,11 @@ from .route import key_scores, store_scores
 @triton.jit(do_not_specialize=["seed", "layer", "quad", "K", "dense_below"])
 def paged_route_kernel(
     query0, query1, latents, rotary, table, seq_lens, dense, row, size, seed, phi, noisy, tops, flags, union,
-    team_flags, scale, layer, quad, K, dense_below, query_strides, row_strides, table_stride, MP, TEAMS_PADDED, B, H,
-    WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr,
-    BATCH: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr, SPLIT: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PHI: tl.constexpr,
-    EACH: tl.constexpr, PDL: tl.constexpr,
+    team_flags, scale, layer, quad, K, dense_below, query0_strides, query1_strides, row_strides, table_stride, MP,
+    TEAMS_PADDED, B, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr,
+    T: tl.constexpr, HB: tl.constexpr, BATCH: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    FLAGGED: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr, PHI: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, head block) scores every ``num_programs``-th tile of T teams from the i-th on, for HB heads.
 
@@ -55,8 +55,8 @@ def paged_route_kernel(
             b_size = tl.load(size + o_slot, mask=m_team, other=0).to(tl.int32)  # [T]
         acc = key_scores(
             query0, query1, latents, rotary, latents, rotary, i_row, m_team, i_head, i_b, i_b * 0, i_b * 0, H,
-            query_strides, query_strides, row_strides, row_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1, LATENT=True,
-            SPLIT=SPLIT, BITS=16, STAGES=STAGES, DTYPE=DTYPE,
+            query0_strides, query1_strides, row_strides, row_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1,
+            LATENT=True, SPLIT=SPLIT, BITS=16, STAGES=STAGES, DTYPE=DTYPE,
         )  # fmt: skip
         b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]
         b_phi = tl.where((b_size > 0)[:, None], b_phi, float("-inf"))

@@ -18,11 +18,11 @@ from .route_listed import parent_corrections
 def paged_route_listed_kernel(
     query0, query1, latents, rotary, table, seq_lens, dense, row, size, seed, parent_phi, parent_tau, parent_kth,
     parent_flags, parent_log_c, union, phi, noisy, tops, places, teams_scored, listed_teams, listed_parents,
-    listed_log_c, scale, layer, quad, K, dense_below, query_strides, row_strides, table_stride, PLACES, PARENTS, H,
-    WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr, HB: tl.constexpr,
-    POOL_HB: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr, SPLIT: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, POOLED: tl.constexpr,
-    EACH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    listed_log_c, scale, layer, quad, K, dense_below, query0_strides, query1_strides, row_strides, table_stride, PLACES,
+    PARENTS, H, WORDS, D0: tl.constexpr, D1: tl.constexpr, DC0: tl.constexpr, DC1: tl.constexpr, T: tl.constexpr,
+    HB: tl.constexpr, POOL_HB: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr,
+    SPLIT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    POOLED: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, head block, request) scores the teams at the places i T .. i T + T - 1 for HB heads, EACH of the
     parent at rank r in the union from place r EACH on. Writes what :func:`.route_listed.route_listed_kernel` writes."""
@@ -64,8 +64,8 @@ def paged_route_listed_kernel(
         b_size = tl.load(size + o_slot, mask=m_team, other=0).to(tl.int32)  # [T]
         acc = key_scores(
             query0, query1, latents, rotary, latents, rotary, i_row, m_team, i_head, i_b, i_b * 0, i_b * 0, H,
-            query_strides, query_strides, row_strides, row_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1, LATENT=True,
-            SPLIT=SPLIT, BITS=16, STAGES=STAGES, DTYPE=DTYPE,
+            query0_strides, query1_strides, row_strides, row_strides, D0=D0, D1=D1, DC0=DC0, DC1=DC1,
+            LATENT=True, SPLIT=SPLIT, BITS=16, STAGES=STAGES, DTYPE=DTYPE,
         )  # fmt: skip
         # psi_g = log n_g + the scaled score - log c_p: a sampled parent stands for 1 / c_p of itself
         b_phi = acc * scale + tl.log(tl.maximum(b_size, 1).to(tl.float32))[:, None]  # [T, HB]

@@ -126,26 +126,34 @@ def empty_records(
     return PagedRecords(team, row, size, parent_size, representatives, mean)
 
 
-def group_filled(cache: Tensor, records: PagedRecords, slot_mapping: Tensor, rank: int) -> None:
-    """Make the teams of every block that the step's tokens filled; call it after their rows were written.
+def write_rows(cache: Tensor, records: PagedRecords, latent: Tensor, rotary: Tensor, slot_mapping: Tensor) -> None:
+    """Write a step's rows into their slots and make the teams of every block that they fill.
 
     Args:
-        cache: ``(blocks, block_size, rank + rope)``, a row's content latent and its rotary key.
+        cache: ``(blocks, block_size, rank + rope)``, a row's content latent and its rotary key, written in place.
         records: of these blocks, written in place.
-        slot_mapping: ``(tokens,)`` int64, block * block_size + offset of each token's row; -1 for padding.
-        rank: dimensions of the content latent, on which Algorithm 2 measures distances.
+        latent: ``(>= tokens, rank)``; Algorithm 2 measures distances on these dimensions as the cache's dtype has them.
+        rotary: ``(>= tokens, rope)``.
+        slot_mapping: ``(tokens,)`` int64, block * block_size + offset of each token's row, those of a request one after
+            another; -1 for padding.
     """
     if cache.is_cuda:
         from .kernels import paged
 
-        return paged.group_filled(cache, records, slot_mapping, rank)
-    last = records.block_size - 1
-    filled = slot_mapping[(slot_mapping >= 0) & (slot_mapping % records.block_size == last)] // records.block_size
-    if not filled.numel():
-        return
+        return paged.write_rows(cache, records, latent, rotary, slot_mapping)
+    real, size = slot_mapping >= 0, records.block_size
+    slots, tokens = slot_mapping[real], slot_mapping.numel()
+    cache[slots // size, slots % size] = torch.cat((latent[:tokens], rotary[:tokens]), -1)[real].to(cache.dtype)
+    filled = slots[slots % size == size - 1] // size
+    if filled.numel():
+        _group(cache[filled], filled, records, latent.shape[1])
+
+
+def _group(rows: Tensor, filled: Tensor, records: PagedRecords, rank: int) -> None:
+    """The records of the blocks ``filled``, which hold ``rows (filled, block_size, rank + rope)``."""
     r, size = records.representatives, records.parent_size
     parents = (torch.arange(records.block_size) // size).expand(filled.numel(), -1)
-    rows, bound = cache[filled], records.block_size // size
+    bound = records.block_size // size
     team, chosen = assign_rows(rows[..., :rank], parents, r, bound)
     slot = parents * r + team
     offset = torch.arange(records.block_size).expand_as(slot)
@@ -155,18 +163,17 @@ def group_filled(cache: Tensor, records: PagedRecords, slot_mapping: Tensor, ran
     records.row[filled] = row[:, :-1].to(torch.uint8)
     if records.mean is not None:
         mean = Partition(parents, bound).mean(rows)[:-1]
-        records.mean[filled] = mean.view(-1, *records.mean.shape[1:]).to(cache.dtype)
+        records.mean[filled] = mean.view(-1, *records.mean.shape[1:]).to(rows.dtype)
     records.size[filled] = spare.scatter_add(1, slot, torch.ones_like(slot))[:, :-1].to(torch.uint8)
 
 
 def paged_attention(
-    query: Tensor,
+    query: tuple[Tensor, Tensor],
     cache: Tensor,
     records: PagedRecords,
     block_table: Tensor,
     seq_lens: Tensor,
     sampling: PagedSampling,
-    rank: int,
     counts: Tensor,
     out: Tensor | None = None,
     dense: Tensor | None = None,
@@ -178,8 +185,8 @@ def paged_attention(
     and team, and so by nothing that the batch or the blocks' places decide.
 
     Args:
-        query: ``(B, H, rank + rope)``: absorbed content queries and rotary queries.
-        cache, rank: as in :func:`group_filled`; the newest tokens' rows are written.
+        query: absorbed content queries ``(B, H, rank)`` and rotary queries ``(B, H, rope)``.
+        cache: as in :func:`write_rows`; the newest tokens' rows are written.
         records: of these blocks.
         block_table: ``(B, most_blocks)`` int32, the physical blocks of each request; beyond its rows anything.
         seq_lens: ``(B,)`` int32, n; 0 for padding of a graph's batch.
@@ -194,10 +201,8 @@ def paged_attention(
     if cache.is_cuda:
         from .kernels import paged
 
-        return paged.paged_attention(
-            query, cache, records, block_table, seq_lens, sampling, rank, counts, out, dense=dense
-        )
-    out = query.new_empty(*query.shape[:2], rank) if out is None else out
+        return paged.paged_attention(query, cache, records, block_table, seq_lens, sampling, counts, out, dense=dense)
+    out = torch.empty_like(query[0], memory_format=torch.contiguous_format) if out is None else out
     for b, n in enumerate(seq_lens.tolist()):
         if n == 0:
             out[b] = 0
@@ -205,22 +210,22 @@ def paged_attention(
         blocks = block_table[b, : ceil_div(n, records.block_size)].long()
         rows = cache[blocks].flatten(0, 1)[:n]
         own = sampling if dense is None or not dense[b] else replace(sampling, dense_below=n + 1)
-        out[b], _, counted = attend_request(query[b], rows, blocks, records, own, rank)
+        out[b], _, counted = attend_request((query[0][b], query[1][b]), rows, blocks, records, own)
         counts[b] += torch.tensor(counted)
     return out
 
 
 def attend_request(
-    query: Tensor, rows: Tensor, blocks: Tensor, records: PagedRecords, sampling: PagedSampling, rank: int
+    query: tuple[Tensor, Tensor], rows: Tensor, blocks: Tensor, records: PagedRecords, sampling: PagedSampling
 ) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
-    """One request with queries ``(H, rank + rope)``, rows ``(n, rank + rope)`` and their ``blocks``.
+    """One request with queries ``(H, rank)`` and ``(H, rope)``, rows ``(n, rank + rope)`` and their ``blocks``.
 
     Returns:
         ``out (H, rank)`` and ``lse (H,)``, float32, and what :func:`paged_attention` counts.
     """
     n, full = rows.shape[0], (rows.shape[0] - 1) // records.block_size
-    parts = tuple(part[None, None] for part in query.split([rank, query.shape[1] - rank], 1))
-    latent, rotary = (part[None, None] for part in rows.split([rank, rows.shape[1] - rank], 1))
+    parts = tuple(part[None, None] for part in query)
+    latent, rotary = (part[None, None] for part in rows.split([part.shape[1] for part in query], 1))
     held = Rows((latent, rotary), latent)
     if n < sampling.dense_below or full * records.slots <= sampling.teams_per_head:
         out, lse = dense_attention(parts, held, None, sampling.scale)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from latent_santa.integers import ceil_div
-from latent_santa.paged import PagedRecords, PagedSampling, empty_records, group_filled, paged_attention
+from latent_santa.paged import PagedRecords, PagedSampling, empty_records, paged_attention, write_rows
 
 
 @dataclass
@@ -31,7 +31,13 @@ class Paged:
         counts = torch.zeros(len(self.rows), 4, dtype=torch.int64, device=self.cache.device)
         sampling = replace(self.sampling, **changes)
         where = (self.cache, self.records, self.block_table, self.seq_lens)
-        return paged_attention(self.query, *where, sampling, self.rank, counts), counts
+        return paged_attention(self.parts, *where, sampling, counts), counts
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Content and rotary queries; an engine's come with strides of their own, so these do as well."""
+        content, rotary = self.query.split([self.rank, self.query.shape[2] - self.rank], 2)
+        return content.transpose(0, 1).contiguous().transpose(0, 1), rotary
 
     def request(self, b: int) -> Paged:
         """Request b alone."""
@@ -78,10 +84,11 @@ def make_paged(
         block_table[b, : needed[b]] = mine
         slots.append((mine[:, None] * block_size + torch.arange(block_size)).flatten()[:n])
         rows.append(torch.randn(n, rank + rope, generator=generator).to(dtype))
-        cache.view(-1, rank + rope)[slots[-1]] = rows[-1]
     query = torch.randn(len(lengths), heads, rank + rope, generator=generator).to(query_dtype or dtype).to(device)
-    cache, padding = cache.to(device), torch.full((3,), -1)
-    group_filled(cache, records, torch.cat((*slots, padding)).to(device), rank)
+    cache, padding = cache.to(device), 3
+    new = torch.cat((*rows, torch.zeros(padding, rank + rope, dtype=dtype))).to(device)
+    where = torch.cat((*slots, torch.full((padding,), -1))).to(device)
+    write_rows(cache, records, new[:, :rank], new[:, rank:], where)
     settings = {"teams_per_head": 4, "heads_in_model": heads, "layer": 3, "seed": 17, "scale": 0.3, **sampling}
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     rows = [part.to(device) for part in rows]

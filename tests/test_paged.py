@@ -56,8 +56,10 @@ def test_only_filled_blocks_get_records():
     for block in (last, *spare):
         assert case.records.size[block].tolist() == [3] * 4
     before = case.records.size.clone()
-    paged.group_filled(case.cache, case.records, torch.tensor([-1, -1]), case.rank)
+    cache, new = case.cache.clone(), case.rows[0][:2]
+    paged.write_rows(case.cache, case.records, new[:, : case.rank], new[:, case.rank :], torch.tensor([-1, -1]))
     assert torch.equal(case.records.size, before)
+    assert torch.equal(case.cache.nan_to_num(), cache.nan_to_num())
 
 
 @pytest.mark.parametrize("first_head", [0, 6])
@@ -127,10 +129,16 @@ def test_shared_blocks_and_rows_that_grow_over_a_border():
     fresh = paged.empty_records(case.cache.shape[0], size, 16, 4, "cpu")
     grown = replace(case, records=fresh)
     slots = (case.block_table[0, :4].long()[:, None] * size + torch.arange(size)).flatten()
-    paged.group_filled(case.cache, fresh, slots[:41], case.rank)  # a prompt in two chunks
-    paged.group_filled(case.cache, fresh, slots[41:46], case.rank)
+    case.cache.fill_(float("nan"))
+
+    def write(first, end):
+        new = case.rows[0][first:end]
+        paged.write_rows(case.cache, fresh, new[:, : case.rank], new[:, case.rank :], slots[first:end])
+
+    write(0, 41)  # a prompt in two chunks
+    write(41, 45)
     for n in range(46, 61):
-        paged.group_filled(case.cache, fresh, slots[n - 1 : n], case.rank)
+        write(n - 1, n)
         now = torch.tensor([n, min(n, 47)], dtype=torch.int32)
         two = replace(
             grown, rows=case.rows * 2, query=case.query.expand(2, -1, -1), block_table=case.block_table.expand(2, -1),
@@ -164,9 +172,7 @@ def test_counts_add_up_over_steps():
     counts = torch.full((3, 4), 5)
     for layer in range(2):
         sampling = replace(case.sampling, layer=layer)
-        paged.paged_attention(
-            case.query, case.cache, case.records, case.block_table, case.seq_lens, sampling, case.rank, counts
-        )
+        paged.paged_attention(case.parts, case.cache, case.records, case.block_table, case.seq_lens, sampling, counts)
     _, one = case.run(layer=0)
     _, two = case.run(layer=1)
     assert torch.equal(counts[:2], 5 + one + two) and counts[2].tolist() == [5] * 4
@@ -180,7 +186,8 @@ def test_sums_are_unbiased_over_seeds(estimator, noise):
 
     def sums(sampling):
         """U and Z, ``(H, rank + 1)``."""
-        out, lse, _ = paged.attend_request(case.query[0], case.rows[0], blocks, case.records, sampling, case.rank)
+        query = (case.parts[0][0], case.parts[1][0])
+        out, lse, _ = paged.attend_request(query, case.rows[0], blocks, case.records, sampling)
         mass = lse.double().exp()[:, None]
         return torch.cat((out * mass, mass), 1)
 

@@ -26,11 +26,11 @@ def run(case: Paged, dense=None, **changes):
     counts = torch.zeros(len(case.rows) + 1, 4, dtype=torch.int64)
     from latent_santa.kernels.paged_launch import PagedLaunches
 
-    where = (case.cache, case.records, case.block_table, case.seq_lens, sampling, case.rank)
-    for held in PagedLaunches(case.query, *where, scratch).buffers.values():
+    where = (case.cache, case.records, case.block_table, case.seq_lens, sampling)
+    for held in PagedLaunches(case.parts, *where, scratch).buffers.values():
         held.fill_(float("nan") if held.is_floating_point() else torch.iinfo(held.dtype).max)
     out = torch.full((len(case.rows), 2 * case.query.shape[1], case.rank), 9.0, dtype=case.query.dtype)[:, ::2]
-    got = kernels.paged_attention(case.query, *where, counts, out, scratch, dense)
+    got = kernels.paged_attention(case.parts, *where, counts, out, scratch, dense)
     assert got is out and not counts[-1].any()
     return got, counts[:-1]
 
@@ -82,16 +82,33 @@ def test_budgets_beyond_the_ranks_are_searched_by_digits(monkeypatch):
 
 
 @pytest.mark.parametrize("block_size, dtype", [(16, torch.float32), (64, torch.float16)])
-def test_filled_blocks_get_the_twins_records(block_size, dtype):
-    case = make_paged((block_size + 3, 2 * block_size), block_size, rank=20, dtype=dtype)
-    case.cache.nan_to_num_(0.5)  # blocks of equal rows: all ties
-    slots = torch.tensor([-1, *(block * block_size + block_size - 1 for block in range(4)), 5 * block_size])
-    found, want = (paged.empty_records(case.cache.shape[0], block_size, 16, 4, "cpu", case.cache) for _ in range(2))
-    paged.group_filled(case.cache, want, slots, case.rank)
-    kernels.group_filled(case.cache, found, slots, case.rank)
+def test_rows_and_records_are_the_twins(block_size, dtype):
+    """Blocks that one step fills alone, that it ends, that it leaves open, padding; then single tokens of two requests.
+
+    Rows that come with a step are NaN in the cache before, where a program would read another's before it was written.
+    """
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(3 * block_size, 28, generator=generator).to(dtype)
+    rows[block_size : 2 * block_size] = 0.5  # a block of equal rows: all ties
+    cut = 2 * block_size - 8
+    first = torch.cat((torch.arange(3, 3 + cut), torch.tensor([-1]), 4 * block_size + torch.arange(block_size - 1)))
+    chosen = torch.cat((rows[:cut], rows[-1:], rows[2 * block_size :][: block_size - 1]))
+    held = []
+    for write in (paged.write_rows, kernels.write_rows):
+        cache = torch.full((6, block_size, 28), float("nan"), dtype=dtype)
+        records = paged.empty_records(6, block_size, 16, 4, "cpu", cache)
+        cache[0, :3] = 0.25
+        write(cache, records, chosen[:, :20], chosen[:, 20:], first)
+        assert records.size[0].sum() == block_size and not records.size[4].any()
+        for n in range(3 + cut, 2 * block_size):  # the second is written once more
+            new = rows[n - 3 : n - 1].float()  # an engine's rows may have more digits than its cache
+            write(cache, records, new[:, :20], new[:, 20:], torch.tensor([n, 5 * block_size - 1]))
+        assert records.size[1].sum() == records.size[4].sum() == block_size and not records.size[2:4].any()
+        held.append((cache, records))
+    (want_cache, want), (cache, found) = held
+    assert torch.equal(cache.nan_to_num(9.0), want_cache.nan_to_num(9.0))
     for name in ("team", "row", "size"):
         assert torch.equal(getattr(found, name), getattr(want, name)), name
-    assert not found.size[4:].any()
     assert float((found.mean.float() - want.mean.float()).abs().max()) <= (1e-6 if dtype == torch.float32 else 2e-3)
 
 
@@ -100,7 +117,7 @@ def test_reasons_name_what_the_kernels_do_not_take():
 
     def reason(case=case, **changes):
         sampling = replace(case.sampling, **changes)
-        return kernels.reason_not(case.query, case.cache, case.records, case.block_table, sampling, case.rank)
+        return kernels.reason_not(case.parts, case.cache, case.records, case.block_table, sampling)
 
     assert reason() is None
     assert "first_head is 2" in reason(first_head=2) and reason(first_head=2, noise="shared") is None

@@ -21,7 +21,7 @@ from latent_santa.eval.bench.timing import DeviceClock, Launch, Rounds
 from latent_santa.eval.bench.workload import Size, synthetic
 from latent_santa.kernels import Workspace, sampled_attention
 from latent_santa.kernels.launch import launches_of
-from latent_santa.kernels.paged import PagedScratch, group_filled, paged_attention
+from latent_santa.kernels.paged import PagedScratch, paged_attention, write_rows
 from latent_santa.kernels.paged_launch import PagedLaunches
 from latent_santa.noise import noise_keys
 from latent_santa.paged import PagedSampling, empty_records
@@ -43,45 +43,43 @@ class PagedCase:
 
     def __init__(self, step: DecodeStep, block_size: int, table_rows: int = 0) -> None:
         latent, rotary = step.rows.keys
-        batch, _, n, self.rank = latent.shape
+        batch, _, n, rank = latent.shape
         device, each = latent.device, -(-n // block_size)
         place = torch.randperm(batch * each, generator=torch.Generator().manual_seed(1)).to(device).view(batch, each)
-        shape = (batch * each, block_size, self.rank + rotary.shape[3])
+        shape = (batch * each, block_size, rank + rotary.shape[3])
         self.cache = torch.zeros(shape, dtype=latent.dtype, device=device)
-        for b in range(batch):
-            rows, full = torch.cat((latent[b, 0], rotary[b, 0]), -1), n // block_size * block_size
-            self.cache[place[b, : n // block_size]] = rows[:full].view(-1, *shape[1:])
-            self.cache[place[b, -1], : n - full] = rows[full:]
         self.table = torch.zeros(batch, max(each, table_rows // block_size), dtype=torch.int32, device=device)
         self.table[:, :each] = place
         self.lengths = torch.full((batch,), n, dtype=torch.int32, device=device)
         self.records = empty_records(shape[0], block_size, 16, 4, device, self.cache)
-        self.query = torch.cat([part[:, 0] for part in step.query], -1)
-        self.newest = place[:, -1] * block_size + (n - 1) % block_size
+        self.query = tuple(part[:, 0] for part in step.query)
         self.counts = torch.zeros(batch, 4, dtype=torch.int64, device=device)
-        self.group(place[:, :-1].flatten() * block_size + block_size - 1)
+        slots = (place[:, :, None] * block_size + torch.arange(block_size, device=device)).flatten(1)[:, :n]
+        for b in range(batch):
+            write_rows(self.cache, self.records, latent[b, 0], rotary[b, 0], slots[b])
+        self.newest = latent[:, 0, -1], rotary[:, 0, -1], slots[:, -1].contiguous()
 
-    def group(self, slots: Tensor) -> None:
-        """Make the records of blocks whose last row is among ``slots``."""
-        group_filled(self.cache, self.records, slots, self.rank)
+    def write(self) -> None:
+        """Write the newest row of every request once more; a block that it fills gets its teams."""
+        write_rows(self.cache, self.records, *self.newest)
 
     def where(self, sampling: PagedSampling) -> tuple[Any, ...]:
         """The step's arguments but for the results'."""
-        return self.query, self.cache, self.records, self.table, self.lengths, sampling, self.rank
+        return self.query, self.cache, self.records, self.table, self.lengths, sampling
 
 
 @dataclass
 class Method:
-    """Paged attention of a case with scratch of its own; ``grouping``: with the launch that groups filled blocks."""
+    """Paged attention of a case with scratch of its own; ``writing``: with the launch that writes rows before."""
 
     case: PagedCase
     sampling: PagedSampling
-    grouping: bool = False
+    writing: bool = False
     scratch: PagedScratch = field(default_factory=PagedScratch)
 
     def __call__(self) -> Tensor:
-        if self.grouping:
-            self.case.group(self.case.newest)
+        if self.writing:
+            self.case.write()
         return paged_attention(*self.case.where(self.sampling), self.case.counts, None, self.scratch)
 
 
@@ -104,7 +102,7 @@ def stages(step: DecodeStep, case: PagedCase, sampling: PagedSampling) -> dict[s
     """The single launches of both, in order."""
     plain = launches_of(step, contiguous_sampling(sampling), Workspace())
     paged = PagedLaunches(*case.where(sampling), PagedScratch())
-    out = torch.empty_like(case.query[..., : case.rank])
+    out = torch.empty_like(case.query[0])
     return {
         "contiguous": {**plain.routing(), "attend": plain.attend, "combine": plain.combine},
         "paged": {**paged.routing(), "attend": paged.attend, "combine": lambda: paged.combine(out, case.counts)},
@@ -130,7 +128,7 @@ def measured(args: argparse.Namespace, clock: Any, batch: int, step: DecodeStep)
 
         methods[f"{setting}: contiguous"] = clock.captured(contiguous)
         for name, case in cases.items():
-            variants = {"": Method(case, sampling), ", grouping": Method(case, sampling, True)}
+            variants = {"": Method(case, sampling), ", writing": Method(case, sampling, True)}
             if k1 is None:
                 many = {n: Method(case, sampling, scratch=PagedScratch(programs=n)) for n in args.programs}
                 variants |= {f", {n} programs": method for n, method in many.items()}

@@ -1,6 +1,6 @@
 """What replaces decoding in a platform's MLA classes: an implementation and a metadata builder to mix into them.
 
-A block's teams are made after the cache write that fills it, in prefill and decode alike, and belong to the physical
+A block's teams are made with the cache write that fills it, in prefill and decode alike, and belong to the physical
 block. So chunked prefill, shared prefixes and preemption need nothing. One token per request is decoded by sampled
 attention; several at once (prompts, speculative tokens) are vLLM's own dense prefill attention. Nothing here reads the
 device, and all tensors keep their addresses, so that a decoding step can be captured in a CUDA graph.
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from latent_santa.paged import PagedRecords, PagedSampling, empty_records, group_filled, paged_attention
+from latent_santa.paged import PagedRecords, PagedSampling, empty_records, paged_attention, write_rows
 from latent_santa.patches.vllm import batch
 from latent_santa.patches.vllm.ledger import Ledger
 from latent_santa.patches.vllm.settings import Settings, check_engine, read
@@ -49,22 +49,20 @@ class SampledImpl:
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any
     ) -> None:
-        """Write a step's rows, then make the teams of the blocks that they filled."""
-        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *rest)  # type: ignore[misc]
-        if self.sampler is not None and kv_cache.numel():
-            group_filled(kv_cache, self.sampler.records, slot_mapping.flatten(), self.kv_lora_rank)  # type: ignore[attr-defined]
+        """Write a step's rows and make the teams of the blocks that they fill, in one launch."""
+        if self.sampler is None or not kv_cache.numel():
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *rest)  # type: ignore[misc]
+        else:
+            write_rows(kv_cache, self.sampler.records, kv_c_normed, k_pe.squeeze(1), slot_mapping.flatten())
 
     def forward_mqa(self, q: Any, cache: Tensor, metadata: Any, layer: Any) -> tuple[Tensor, Tensor | None]:
         """Attention of one token per request in latent space, ``(B, H, rank)``."""
         s, decode = self.sampler, metadata.decode
         if s is None:
             return super().forward_mqa(q, cache, metadata, layer)  # type: ignore[misc]
-        query = torch.cat(q, -1) if isinstance(q, tuple) else q
-        out = paged_attention(
-            query, cache, s.records, decode.block_table, decode.seq_lens, s.sampling, self.kv_lora_rank, s.counts,  # type: ignore[attr-defined]
-            dense=s.dense,
-        )  # fmt: skip
-        return out, None
+        query = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)  # type: ignore[attr-defined]
+        where = (cache, s.records, decode.block_table, decode.seq_lens)
+        return paged_attention(query, *where, s.sampling, s.counts, dense=s.dense), None
 
 
 class SampledBuilder:

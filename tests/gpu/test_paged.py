@@ -108,13 +108,14 @@ def test_a_graph_serves_steps_that_grow_over_block_borders(settings: dict[str, A
     copies = {name: getattr(records, name).clone() for name in names}
     plain = replace(records, **copies)
     query, seq_lens = case.query.clone(), case.seq_lens.clone()
-    slots, out = torch.full((batch,), -1, device="cuda"), torch.empty_like(query[..., : case.rank])
+    slots, out = torch.full((batch,), -1, device="cuda"), torch.empty_like(case.parts[0])
+    new = torch.zeros(batch, cache.shape[2], dtype=BRAIN, device="cuda")
     counts = {key: torch.zeros(batch, 4, dtype=torch.int64, device="cuda") for key in ("graph", "plain")}
 
     def step(held: paged.PagedRecords, key: str, into: torch.Tensor | None) -> torch.Tensor:
-        paged.group_filled(cache, held, slots, case.rank)
-        where = (cache, held, table, seq_lens, case.sampling, case.rank, counts[key])
-        return paged.paged_attention(query, *where, into)
+        paged.write_rows(cache, held, new[:, : case.rank], new[:, case.rank :], slots)
+        where = (cache, held, table, seq_lens, case.sampling, counts[key])
+        return paged.paged_attention((query[..., : case.rank], query[..., case.rank :]), *where, into)
 
     step(records, "graph", out)
     counts["graph"].zero_()
@@ -128,7 +129,7 @@ def test_a_graph_serves_steps_that_grow_over_block_borders(settings: dict[str, A
         seq_lens += 1
         last = seq_lens.long() - 1
         slots.copy_(table.gather(1, (last // size)[:, None])[:, 0].long() * size + last % size)
-        cache.view(-1, cache.shape[2])[slots] = torch.randn(3, 576, generator=generator, device="cuda").to(BRAIN)
+        new.copy_(torch.randn(new.shape, generator=generator, device="cuda"))
         query.copy_(torch.randn(query.shape, generator=generator, device="cuda"))
         graph.replay()
         assert torch.equal(out, step(plain, "plain", None))

@@ -65,17 +65,19 @@ def _watch_preemption(scheduler: Any) -> list[tuple[str, int]]:
 
 def _record(steps: list[dict[str, Any]]) -> None:
     """Keep what every decoding call was given: query, visible rows, layer, K, and what it counted."""
+    import torch
+
     from latent_santa.patches.vllm import sampled
 
     own = sampled.paged_attention
 
-    def keeping(query: Any, cache: Any, records: Any, table: Any, lens: Any, s: Any, rank: int, counts: Any,
-                **rest: Any) -> Any:  # fmt: skip
-        before = counts.clone()
-        out = own(query, cache, records, table, lens, s, rank, counts, **rest)
+    def keeping(query: Any, cache: Any, records: Any, table: Any, lens: Any, s: Any, counts: Any, **rest: Any) -> Any:
+        before, rank = counts.clone(), query[0].shape[2]
+        out = own(query, cache, records, table, lens, s, counts, **rest)
         for b, n in enumerate(lens.tolist()):
             rows = cache[table[b, : -(-n // cache.shape[1])].long()].flatten(0, 1)[:n]
-            steps.append({"query": query[b].tolist(), "rows": rows.tolist(), "layer": s.layer, "k": s.teams_per_head,
+            asked = torch.cat(query, -1)[b]
+            steps.append({"query": asked.tolist(), "rows": rows.tolist(), "layer": s.layer, "k": s.teams_per_head,
                           "scale": s.scale, "seed": s.seed, "block": cache.shape[1], "rank": rank,
                           "counts": (counts - before)[b].tolist(), "out": out[b].tolist()})  # fmt: skip
         return out
