@@ -90,7 +90,7 @@ paper-grids:
 	$(PAPER_GRID) --methods dense,santa,santa++ --parents kmeans,contiguous --out $(GRIDS)/sweep
 	$(PAPER_GRID) --methods dense,santa++,centroid --parents kmeans --centroid-sizes 4,16 --out $(GRIDS)/centroids
 
-# eval/results/README.md and the ranking in README.md, from the committed results
+# eval/results/README.md and the ranking in eval/README.md, from the committed results
 results: $(VENV)/.run
 	$(BIN)/python -m latent_santa.eval.report.results_page
 

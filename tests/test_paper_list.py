@@ -51,7 +51,7 @@ def test_every_table_and_figure_is_listed():
 def test_a_tables_command_meets_what_the_paper_states(table):
     args = parsed(paper_list.run_command(table))
     missed = {c.what for c in paper_tables.checks(table, manifest(args)) if c.verdict == paper_tables.MISSED}
-    # what no option can change: README tells of both
+    # what no option can change: eval/README.md tells of both
     out_of_reach = {"9": {"± of the mean"}, "10": {"± of the mean"}, "3": {"answers per prompt"}}
     assert missed == out_of_reach.get(table.number, set())
 

@@ -1,4 +1,4 @@
-"""README's first example runs, its commands have the options that it shows, and its numbers are in the results."""
+"""The first example runs, commands have the options that are shown, numbers are in the results, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from latent_santa.eval.report import screen
 from latent_santa.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+FOLDERS = ("", "latent_santa/", "latent_santa/methods/", "patches/", "patches/vllm/", "kernels/", "eval/")
+PAGES = [*(f"{folder}README.md" for folder in FOLDERS), "kernels/NOTES.md", "eval/results/real/README.md"]
+TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.S | re.M)
 
 
@@ -38,6 +41,30 @@ def test_commands_have_the_options_that_are_shown(line):
     words = shlex.split(re.sub(r".*(latent-santa|-m latent_santa\.eval) ", "", line))
     assert words[0] in COMMANDS
     build_parser(words[0]).parse_args(words)
+
+
+def test_every_python_block_is_valid():
+    blocks = [block for language, block in BLOCKS if language == "python"]
+    assert len(blocks) >= 4 and all(compile(block, "README.md", "exec") for block in blocks)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub names the headings of a page."""
+    titles = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_paths_lead_somewhere(page):
+    text, here = (ROOT / page).read_text(encoding="utf-8"), (ROOT / page).parent
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = here / path if path else ROOT / page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+    for path in re.findall(r"`((?:latent_santa|patches|kernels|eval|tests)/[\w./*-]*)`", text):
+        assert "NAME" in path or list(ROOT.glob(path.rstrip("/"))), path
 
 
 def test_every_command_is_named():
@@ -89,6 +116,26 @@ def test_the_table_of_real_weights_is_that_of_the_kept_run(layout):
         assert [float(text) for text in re.findall(r"[-+][\d.]+", shown[6])] == pytest.approx(
             [span["value"], span["low"], span["high"]], abs=0.051
         )
+
+
+def test_the_accuracy_table_is_that_of_the_kept_run():
+    summary = json.loads((ROOT / "eval/results/two_stage/mla_8192/summary.json").read_text(encoding="utf-8"))
+    cells = [item["cells"]["mean"] for item in summary["conditions"]]
+    shown = [line.strip("| ").split(" | ")[1:3] for line in README.split("| MLA, k-means 16/4 |")[1].splitlines()[2:7]]
+    kept = [[f"{cell['access']:.1f}", f"{cell['score']['value']:.1f}"] for cell in cells]
+    assert shown == kept[:4] + kept[5:]  # the fifth, K1 = 128, is in the folder alone
+
+
+def test_the_times_of_one_layer_are_those_of_the_table():
+    """README's sentence says what kernels/README.md's table says."""
+    ours, dense, small, exact = re.search(
+        r"16 MLA heads at batch 8 and 128K, takes (\d+) us .* takes (\d+), and (\d+) at .* kernel takes (\d+)\.",
+        " ".join(README.split()),
+    ).groups()
+    lines = {line.split(" | ")[0]: line.split(" | ")[1:3] for line in TEXT.splitlines() if line.startswith("| MLA, 16")}
+    assert [dense, ours] == [f"{float(us):.0f}" for us in lines["| MLA, 16 heads, batch 8, 128K"]]
+    assert small == f"{float(lines['| MLA, 16 heads, batch 1, 32K'][1]):.0f}"
+    assert exact == f"{float(re.search(r'own exact kernel took ([0-9.]+)', TEXT).group(1)):.0f}"
 
 
 def test_the_long_generation_is_that_of_the_kept_run():

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_page_and_readme_are_what_the_files_give():
     assert (ROOT / "eval/results/README.md").read_text(encoding="utf-8") == results_page.page()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "eval/README.md").read_text(encoding="utf-8")
     assert results_page.with_short(readme) == readme
 
 

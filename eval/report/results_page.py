@@ -1,6 +1,6 @@
 """The page of results, made of committed files alone: every method at equal rows, wins and losses alike.
 
-``python -m latent_santa.eval.report.results_page`` writes eval/results/README.md and the part of README.md between its
+``python -m latent_santa.eval.report.results_page`` writes eval/results/README.md and the part of eval/README.md between its
 two marks. Nothing on either is typed by hand; a test compares both with what this module makes.
 """
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1] / "results"
 FRONTIER = "diagnose/frontier"
 LEVELS = (20.0, 40.0, 50.0, 65.0)  # percent of dense's rows
 SCORE_LEVELS = (27.0, 40.0, 50.0, 65.0)
-SHORT = 50.0  # the level that README shows
+SHORT = 50.0  # the level that eval/README.md shows
 FEWEST = 6  # prompts per task, of which a resampled interval says anything
 PAPER = "SANTA++ contiguous 16/4 per head"
 QWEN_MLA = "the same network written as DeepSeek-V2 (MLA)"
@@ -114,7 +114,7 @@ def _read(path: str) -> Any:
 
 
 def short() -> str:
-    """The ranking that README shows: by attention error, and the scores beside it."""
+    """The ranking that eval/README.md shows: by attention error, and the scores beside it."""
     scored = {entry[0]: _cells(entry, False) for entry in _scores_at(SHORT)}
     ranked = _errors_at(_read(f"{FRONTIER}/frontier.json"), SHORT)
     lines = [[entry[0], *_cells(entry, True), *scored.get(entry[0], ["-", "", ""])] for entry in ranked]
@@ -182,5 +182,5 @@ def with_short(readme: str) -> str:
 
 if __name__ == "__main__":
     (ROOT / "README.md").write_text(page(), encoding="utf-8")
-    readme = ROOT.parents[1] / "README.md"
+    readme = ROOT.parent / "README.md"
     readme.write_text(with_short(readme.read_text(encoding="utf-8")), encoding="utf-8")
