@@ -80,8 +80,8 @@ class SantaConfig:
         noise: ``"independent"`` draws for each head, or one draw ``"shared"`` by the heads of a group.
         routing: ``"one_stage"`` scores every representative (the paper); ``"two_stage"`` samples parents first and
             scores the representatives of sampled parents only (:mod:`latent_santa.two_stage`). The faster one with the
-            Triton kernels at large batches and long contexts, and the slower one at batch 1 (kernels/README.md). It is never
-            chosen by shape: a prompt's draws do not depend on what else is in its batch.
+            Triton kernels at large batches and long contexts, and the slower one at batch 1 (kernels/README.md). It is
+            never chosen by shape: a prompt's draws do not depend on what else is in its batch.
         parents_per_head: K1 of two stages, parents that each head samples first; K of Equation 5 is then K2.
         parent_summary: what stands for a parent in the first stage: its ``"mean"`` key, or also its keys' spread around
             it, equal in all dimensions (``"isotropic"``, one number more) or not (``"diagonal"``, one vector more).

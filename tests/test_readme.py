@@ -1,4 +1,4 @@
-"""The first example runs, commands have the options that are shown, numbers are in the results, and links lead somewhere."""
+"""The first example runs, commands have the options that are shown, numbers are in the results, links exist."""
 
 from __future__ import annotations
 

@@ -181,7 +181,8 @@ def add_method_options(
         type=values(str, "dense,santa++"),
         default="dense,santa++",
         help="of dense, absorbed_dense, santa++ (Algorithm 1), santa, gumbel_rows, centroid (Appendix B.2), and the "
-        "baselines that latent_santa/methods/README.md describes: oracle_rows, oracle_teams, top_teams, uncorrected, quest, page_mean, "
+        "baselines that latent_santa/methods/README.md describes: oracle_rows, oracle_teams, top_teams, "
+        "uncorrected, quest, page_mean, "
         "rope_blocks, infllm, sparq, streaming_llm, snapkv, tova, h2o, magicpig",
     )
     add(

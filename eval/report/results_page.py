@@ -1,7 +1,7 @@
 """The page of results, made of committed files alone: every method at equal rows, wins and losses alike.
 
-``python -m latent_santa.eval.report.results_page`` writes eval/results/README.md and the part of eval/README.md between its
-two marks. Nothing on either is typed by hand; a test compares both with what this module makes.
+``python -m latent_santa.eval.report.results_page`` writes eval/results/README.md and the part of eval/README.md between
+its two marks. Nothing on either is typed by hand; a test compares both with what this module makes.
 """
 
 from __future__ import annotations
