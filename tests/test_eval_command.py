@@ -36,6 +36,7 @@ def test_a_run_leaves_its_files_without_the_network(tmp_path, model, monkeypatch
         "results",
         "summary.json",
         "summary.csv",
+        "answers.csv",
         "table.md",
         "access_accuracy.png",
     }

@@ -14,13 +14,14 @@ import pytest
 
 from latent_santa.config import SantaConfig
 from latent_santa.eval.cli import main
+from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import plots, tables
 from latent_santa.eval.report.summary import exit_code, pooled_access, summarise, write_reports
 from latent_santa.eval.run.conditions import slug
 from latent_santa.eval.run.store import Store
 from latent_santa.methods import METHODS
 from tests.eval_support import DENSE
-from tests.report_runs import PAPER, POOLED, make_run, same
+from tests.report_runs import PAPER, POOLED, TASKS, make_run, same
 
 
 def test_scores_retained_differences_and_pooled_access(tmp_path):
@@ -81,6 +82,55 @@ def test_estimators_are_compared_on_matched_prompts(tmp_path):
     assert alone["estimators"] is None and "Pooled minus per head" not in tables.markdown(alone)
 
 
+def test_settings_are_paired_with_the_one_that_is_named(tmp_path):
+    lower, upper = sorted(PAPER, key=lambda condition: condition.budget)
+    store = make_run(
+        tmp_path, {DENSE: same([1, 1, 1, 1]), lower: same([1, 0, 0, 1]), upper: same([1, 1, 0, 0])}, data="builtin"
+    )
+    named = "SANTA++ k-means 16/4 per head S=256"
+    found = summarise(store, against=named)["against"]
+    assert found == summarise(store, against=slug(upper))["against"] and found["setting"] == named
+    dense, other = sorted(found["lines"], key=lambda line: line["setting"] != "dense (SDPA)")
+    reads = round(100 * (30 + 31 + 32 + 33) / 240, 2)
+    assert (found["access"], other["access"], other["share"], dense["access"]) == (reads, reads, 1.0, 100.0)
+    assert dense["share"] == round(240 / 126, 3) and dense["difference"]["value"] == 50.0
+    # differences of (0, -1, 0, 1): zero, with an interval on both sides; unpaired scores would not know the prompts
+    assert other["difference"]["value"] == 0 and other["difference"]["low"] == -other["difference"]["high"] < 0
+    write_reports(store, plot=False, against=named)
+    text = (tmp_path / "table.md").read_text()
+    assert f"## Against {named}, mean of 3 tasks" in text and f"It reads {reads:.2f} % itself." in text
+    assert "| dense (SDPA) | 100.00 | 1.91 | +50.00 [" in text
+    with pytest.raises(EvalError, match="--against 'nothing': the run has dense .SDPA., SANTA"):
+        summarise(store, against="nothing")
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "answers.csv").read_text())))
+    first = {"setting": slug(lower), "prompt": f"{min(TASKS)}/000001", "score": "0"}
+    assert len(lines) == 3 * 12 and lines[13] == first | {"numerator": "31", "denominator": "60"}
+
+
+def test_a_stopped_run_is_compared_on_what_every_setting_answered(tmp_path):
+    lower, upper = sorted(PAPER, key=lambda condition: condition.budget)
+    part = {task: [1, 0, 1, None] for task in TASKS} | {TASKS[1]: [None, 1, "error", None], TASKS[2]: [None] * 4}
+    store = make_run(tmp_path, {DENSE: same([1, 1, 1, 1]), lower: part, upper: same([None] * 4)})
+    with pytest.raises(EvalError, match="--against .*--answered compares on those it has"):
+        summarise(store, against=slug(lower))
+    whole = summarise(store)
+    assert whole["conditions"][1]["cells"]["mean"]["score"] is None and exit_code(whole) == 1
+    summary = summarise(store, answered=True, against=slug(lower))
+    assert summary["tasks"] == list(TASKS[:2]) and (summary["n"], summary["fewest"]) == (3, 1)
+    dense, found = summary["conditions"]
+    assert (dense["done"], found["done"], found["failed"]) == (4, 4, []) and exit_code(summary) == 0
+    assert found["cells"]["mean"]["score"]["value"] == round(100 * (2 / 3 + 1) / 2, 2)
+    assert summary["against"]["lines"][0]["difference"]["value"] == round(100 * (1 / 3 + 0) / 2, 2)
+    left = [text for text in summary["warnings"] if "left out" in text]
+    assert left == [
+        "SANTA++ k-means 16/4 per head S=256 has no answer and is left out",
+        "4 of 12 prompts, which every setting answered; the others are left out",
+    ]
+    assert "up to 3 prompts per task" in tables.markdown(summary)
+    with pytest.raises(EvalError, match="no prompt has an answer under every setting"):
+        summarise(make_run(tmp_path / "none", {DENSE: same([None] * 4)}), answered=True)
+
+
 def test_sparse_above_dense_and_never_sparse_are_flagged(tmp_path):
     scores = {DENSE: same([0, 0, 1, 1]), PAPER[0]: same([1, 1, 1, 1]), PAPER[1]: same([0, 0, 1, 1])}
     store = make_run(tmp_path, scores)
@@ -102,7 +152,7 @@ def test_sparse_above_dense_and_never_sparse_are_flagged(tmp_path):
 def test_files_are_rebuilt_the_same(tmp_path):
     store = make_run(tmp_path, {c: same([1, 1, 0, 1]) for c in (DENSE, *PAPER, POOLED)}, data="builtin")
     summary, notes = write_reports(store)
-    names = ("summary.json", "summary.csv", "table.md", "access_accuracy.png")
+    names = ("summary.json", "summary.csv", "answers.csv", "table.md", "access_accuracy.png")
     before = {name: (tmp_path / name).read_bytes() for name in names}
     for name in names:
         (tmp_path / name).unlink()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from latent_santa.config import SantaConfig
+from latent_santa.eval.errors import EvalError
 from latent_santa.eval.report import paper_tables, statistics
 from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.statistics import Interval
@@ -80,7 +79,7 @@ def _rounded(interval: Interval) -> dict[str, float]:
 class _Report:
     """Works out the cells of one run; `summary` is the whole of it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, answered: bool = False) -> None:
         self.manifest = store.complete_manifest()
         self.settings = self.manifest["settings"]
         self.prompts = store.prompts()
@@ -91,12 +90,65 @@ class _Report:
         self.conditions = from_manifest(self.manifest, store.manifest_path)
         self.results = {condition: store.results(slug(condition)) for condition in self.conditions}
         self.damaged = store.damaged()
+        self.left_out = self._keep_answered() if answered else []
         self.most_tokens = max(prompt.n_tokens for prompt in self.prompts)
         # official data in a folder of another name than their length
         self.short = self.data in ("hub", "jsonl", "helmet") and not paper_tables.of_length(
             self.most_tokens, self.settings["length"]
         )
         self.dense: Results | None = next((self.results[c] for c in self.conditions if c.method == "dense"), None)
+
+    def _keep_answered(self) -> list[str]:
+        """Leave out what is not matched: settings without an answer, and prompts that not all others answered.
+
+        Returns what was left out, in words. Raises EvalError if nothing is left.
+        """
+        good = {c: {i: r for i, r in found.items() if "error" not in r} for c, found in self.results.items()}
+        begun = [condition for condition in self.conditions if good[condition]]
+        left = [f"{label(c)} has no answer and is left out" for c in self.conditions if c not in begun]
+        kept = [p for p in self.prompts if all(p.sample.id in good[condition] for condition in begun)]
+        if not begun or not kept:
+            raise EvalError("no prompt has an answer under every setting: there is nothing to compare yet")
+        if len(kept) < len(self.prompts):
+            left.append(
+                f"{len(kept)} of {len(self.prompts)} prompts, which every setting answered; the others are left out"
+            )
+        ids = {prompt.sample.id for prompt in kept}
+        self.prompts, self.conditions = kept, begun
+        self.results = {c: {i: r for i, r in good[c].items() if i in ids} for c in begun}
+        self.tasks = tuple(task for task in self.tasks if any(prompt.sample.task == task for prompt in kept))
+        return left
+
+    def against(self, base: str) -> dict[str, Any]:
+        """Every setting's paired difference from one of them, and its rows as a share of that one's.
+
+        base  label of the setting, or the name of its results. Raises EvalError if the run has none such with answers.
+        """
+        named = {key: c for c in self.conditions for key in (label(c), slug(c))}
+        if base not in named:
+            raise EvalError(f"--against {base!r}: the run has {', '.join(label(c) for c in self.conditions)}")
+        scores = {c: _scores(self.prompts, self.results[c], self.tasks) for c in self.conditions}
+        own = scores[named[base]]
+        if own is None:
+            raise EvalError(
+                f"--against {base!r}: it has not answered every prompt: --answered compares on those it has"
+            )
+        read = {
+            c: access_percent(self.data, list(self.results[c].values()), c.method == "dense") for c in self.conditions
+        }
+        lines = []
+        for condition, numbers in scores.items():
+            if condition != named[base] and numbers is not None:
+                rows, whole = read[condition], read[named[base]]
+                lines.append(
+                    {
+                        "setting": label(condition),
+                        "access": _percent(rows),
+                        "share": round(rows / whole, 3) if rows is not None and whole else None,
+                        "difference": self._paired({task: numbers[task] - own[task] for task in self.tasks}),
+                    }
+                )
+        return {"setting": label(named[base]), "access": _percent(read[named[base]]), "lines": lines}
 
     def summary(self) -> dict[str, Any]:
         entries = [self._entry(condition) for condition in self.conditions]
@@ -212,7 +264,7 @@ class _Report:
         return _rounded(statistics.mean_interval(differences, self.settings["data_seed"]))
 
     def _warnings(self, entries: list[dict[str, Any]]) -> list[str]:
-        found = list(self.damaged)
+        found = [*self.damaged, *self.left_out]
         if old_santa(self.manifest) and any(condition.method == "santa" for condition in self.conditions):
             found.append("SANTA of this run sampled rows without replacement, as the method gumbel_rows does now")
         if self.short:
@@ -273,9 +325,16 @@ def data_statement(manifest: dict[str, Any]) -> str:
     return f"{own} {'HELMET' if manifest.get('settings', {}).get('tasks') == ['json_kv'] else 'RULER'} scores"
 
 
-def summarise(store: Store) -> dict[str, Any]:
-    """The summary of a run's directory, from its files alone. The same files give the same summary."""
-    return _Report(store).summary()
+def summarise(store: Store, answered: bool = False, against: str | None = None) -> dict[str, Any]:
+    """The summary of a run's directory, from its files alone. The same files give the same summary.
+
+    answered  only prompts that every setting has answered, and settings that have answers: of a run that was stopped
+    against   a setting that the others are paired with, beside dense
+
+    Raises EvalError if there is no such setting, or no such prompt.
+    """
+    report = _Report(store, answered)
+    return report.summary() | {"against": None if against is None else report.against(against)}
 
 
 def exit_code(summary: dict[str, Any]) -> int:
@@ -284,42 +343,22 @@ def exit_code(summary: dict[str, Any]) -> int:
     return int(not complete or any(warning.startswith(INVALID) for warning in summary["warnings"]))
 
 
-CSV_FIELDS = (
-    "name method parents P R estimator S column n score half low high retained access access_without_routing bound "
-    "difference difference_low difference_high paper_score paper_access paper_table"
-).split()
+def write_reports(
+    store: Store, plot: bool = True, answered: bool = False, against: str | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Write summary.json, summary.csv, answers.csv, table.md and, where it can be drawn, access_accuracy.png.
 
-
-def summary_csv(summary: dict[str, Any]) -> str:
-    """One line per condition and column (each task, and the mean)."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_FIELDS, lineterminator="\n")
-    writer.writeheader()
-    for entry in summary["conditions"]:
-        for column, cell in entry["cells"].items():
-            score, difference, paper = (cell[name] or {} for name in ("score", "difference", "paper"))
-            line = {name: entry[name] for name in ("name", "method", "parents", "P", "R", "estimator", "S")}
-            line |= {name: cell[name] for name in ("n", "retained", "access", "access_without_routing", "bound")}
-            line |= {"column": column, "score": score.get("value")}
-            line |= {name: score.get(name) for name in ("half", "low", "high")}
-            line |= {"difference": difference.get("value"), "difference_low": difference.get("low")}
-            line |= {"difference_high": difference.get("high"), "paper_score": paper.get("score")}
-            line |= {"paper_access": paper.get("access"), "paper_table": paper.get("table")}
-            writer.writerow(line)
-    return text.getvalue()
-
-
-def write_reports(store: Store, plot: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """Write summary.json, summary.csv, table.md and, where it can be drawn, access_accuracy.png.
+    answered, against  as of `summarise`
 
     Returns the summary and notes on what was left out.
     """
-    from latent_santa.eval.report import plots, tables
+    from latent_santa.eval.report import csv_files, plots, tables
 
-    summary = summarise(store)
+    summary = summarise(store, answered, against)
     directory = store.directory
     write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
-    write_atomic(directory / "summary.csv", summary_csv(summary))
+    write_atomic(directory / "summary.csv", csv_files.summary_csv(summary))
+    write_atomic(directory / "answers.csv", csv_files.answers_csv(store))
     write_atomic(directory / "table.md", tables.markdown(summary))
     notes = []
     if plot:

@@ -176,6 +176,27 @@ def _estimators(summary: dict[str, Any]) -> str:
     )
 
 
+def against_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of what `report --against` asks for: fewest rows first."""
+    found, single = summary["against"], summary["n"] == 1
+    lines = [
+        [line["setting"], _number(line["access"]), _number(line["share"]), _with_span(line["difference"], single)]
+        for line in sorted(found["lines"], key=lambda line: (line["access"] is None, line["access"]))
+    ]
+    return ["Setting", "KV (%)", "of its rows", "score minus its"], lines
+
+
+def _against(summary: dict[str, Any]) -> str:
+    found = summary.get("against")
+    if found is None:
+        return ""
+    return (
+        f"\n## Against {found['setting']}, {summary['mean']}\n\n"
+        + markdown_table(*against_table(summary))
+        + f"\nPaired on the same prompts. It reads {_number(found['access'])} % itself.\n"
+    )
+
+
 def markdown(summary: dict[str, Any]) -> str:
     """All tables of a run as one Markdown text."""
     parts = [f"# {summary['model']} at {summary['length']} tokens\n\nPrompts: {summary['data']}.\n"]
@@ -183,6 +204,7 @@ def markdown(summary: dict[str, Any]) -> str:
         body = [cells(summary, entry, column) for entry in summary["conditions"]]
         parts.append(f"\n## {title(summary, column)}\n\n{markdown_table(header(summary), body)}")
     parts.append(_estimators(summary))
+    parts.append(_against(summary))
     parts.append(_needed(summary))
     parts.append("\n## Notes\n\n" + "".join(f"- {note}\n" for note in notes(summary)))
     return "".join(parts)
