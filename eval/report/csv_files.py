@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Mapping
 from typing import Any
 
-from latent_santa.eval.run.conditions import from_manifest, slug
-from latent_santa.eval.run.store import Store
+from latent_santa.config import SantaConfig
+from latent_santa.eval.run.conditions import slug
 
 CSV_FIELDS = (
     "name method parents P R estimator S column n score half low high retained access access_without_routing bound "
@@ -34,13 +35,16 @@ def summary_csv(summary: dict[str, Any]) -> str:
     return text.getvalue()
 
 
-def answers_csv(store: Store) -> str:
-    """Every setting's score and row counts, prompt by prompt, without texts."""
+def answers_csv(results: Mapping[SantaConfig, Mapping[str, dict[str, Any]]]) -> str:
+    """Every setting's score and row counts, prompt by prompt, without texts.
+
+    results  setting to prompt id to result
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("setting", "prompt", "score", "numerator", "denominator"))
-    for condition in from_manifest(store.manifest(), store.manifest_path):
-        for sample_id, result in sorted(store.results(slug(condition)).items()):
+    for condition, found in results.items():
+        for sample_id, result in sorted(found.items()):
             if "error" not in result:
                 counts = (result["access"].get(name, 0) for name in ("numerator", "denominator"))
                 writer.writerow((slug(condition), sample_id, result["score"], *counts))

@@ -14,17 +14,21 @@ from typing import Any
 from latent_santa.eval.diagnose.intervals import shown
 from latent_santa.eval.report import equal_rows
 from latent_santa.eval.report.paper_tables import MEAN
-from latent_santa.eval.report.tables import has_bounds, markdown_table
+from latent_santa.eval.report.tables import against_table, has_bounds, markdown_table
 
 ROOT = Path(__file__).parents[1] / "results"
 FRONTIER = "diagnose/frontier"
 LEVELS = (20.0, 40.0, 50.0, 65.0)  # percent of dense's rows
-SCORE_LEVELS = (27.0, 40.0, 50.0, 65.0)
 SHORT = 50.0  # the level that eval/README.md shows
 FEWEST = 6  # prompts per task, of which a resampled interval says anything
 PAPER = "SANTA++ contiguous 16/4 per head"
+PAPER_KMEANS = "SANTA++ k-means 16/4 per head"
 QWEN_MLA = "the same network written as DeepSeek-V2 (MLA)"
-FIELD = "field_4096"  # the run of scores that has every method
+FIELD = "field_4096"
+# runs of scores that have every method: the paper's, and percentages of dense's rows
+FIELDS: dict[str, tuple[str, tuple[float, ...]]] = {
+    FIELD: (PAPER, (27.0, 40.0, 50.0, 65.0)),
+}
 RUNS = {
     FIELD: "embedded model (MLA), 4K, every method",
     "tiny": "embedded model (MLA), 2K",
@@ -55,10 +59,10 @@ def _errors_at(frontier: dict[str, Any], level: float) -> list[equal_rows.Ranked
     return equal_rows.ranking(equal_rows.errors(frontier), level, PAPER, frontier["settings"]["seed"], logarithmic=True)
 
 
-def _scores_at(level: float) -> list[equal_rows.Ranked]:
+def _scores_at(field: str, level: float) -> list[equal_rows.Ranked]:
     """Highest first."""
-    methods = equal_rows.scores(_read(f"{FIELD}/summary.json"), ROOT / FIELD / "answers.csv", MEAN)
-    return equal_rows.ranking(methods, level, PAPER, 0, logarithmic=False)[::-1]
+    methods = equal_rows.scores(_read(f"{field}/summary.json"), ROOT / field / "answers.csv", MEAN)
+    return equal_rows.ranking(methods, level, FIELDS[field][0], 0, logarithmic=False)[::-1]
 
 
 def _cells(entry: equal_rows.Ranked, of_errors: bool) -> list[str]:
@@ -115,11 +119,29 @@ def _read(path: str) -> Any:
 
 def short() -> str:
     """The ranking that eval/README.md shows: by attention error, and the scores beside it."""
-    scored = {entry[0]: _cells(entry, False) for entry in _scores_at(SHORT)}
+    scored = {entry[0]: _cells(entry, False) for entry in _scores_at(FIELD, SHORT)}
     ranked = _errors_at(_read(f"{FRONTIER}/frontier.json"), SHORT)
     lines = [[entry[0], *_cells(entry, True), *scored.get(entry[0], ["-", "", ""])] for entry in ranked]
     header = ["method", "attention error", "minus per head", "", "score", "minus per head", ""]
     return markdown_table(header, lines)
+
+
+def _field(folder: str) -> str:
+    """Every method of one run at equal rows."""
+    field, (paper, levels) = _read(f"{folder}/summary.json"), FIELDS[folder]
+    dense = next(entry for entry in field["conditions"] if entry["method"] == "dense")["cells"][MEAN]["score"]["value"]
+    found = (
+        f"\n## Task scores at equal rows: {RUNS[folder]}\n\n{field['mean']}, {_prompts(field)}; {field['data']}. "
+        f"Folder `{folder}`. Each prompt's score lies on a straight line over rows between two measured budgets, `won` "
+        f"is a higher score, and differences are to {paper}. Dense decoding scores {dense:.1f}.\n"
+    )
+    for level in levels:
+        found += f"\n### Scores at {level:.0f} % of the rows\n\n{_ranked_table(_scores_at(folder, level), False)}"
+    return found
+
+
+def _prompts(summary: dict[str, Any]) -> str:
+    return f"{summary['n']} prompts per task" + ("" if _fewest(summary) == summary["n"] else " at most")
 
 
 def page() -> str:
@@ -149,22 +171,18 @@ def page() -> str:
         "\n### Methods that scan every key\n\nBound: the rows that were attended, of dense's, as if no scan had been "
         f"needed to choose them.\n\n{_scans_table(frontier)}"
     )
-    field = _read(f"{FIELD}/summary.json")
-    parts.append(
-        f"\n## Task scores at equal rows: {RUNS[FIELD]}\n\n{field['mean']}, {field['n']} prompts per task; "
-        f"{field['data']}. Folder `{FIELD}`. As above, but each prompt's score lies on a straight line over rows "
-        "between two measured budgets, and `won` is a higher score. Dense decoding scores "
-        f"{next(e for e in field['conditions'] if e['method'] == 'dense')['cells'][MEAN]['score']['value']:.1f}.\n"
-    )
-    for level in SCORE_LEVELS:
-        parts.append(f"\n### Scores at {level:.0f} % of the rows\n\n{_ranked_table(_scores_at(level), False)}")
+    parts += [_field(folder) for folder in FIELDS]
     for folder, title in RUNS.items():
         summary = _read(f"{folder}/summary.json")
-        least = f"{summary['n']} prompts per task" + ("" if _fewest(summary) == summary["n"] else " at most")
         parts.append(
-            f"\n## Task scores: {title}\n\n{summary['mean']}, {least}; {summary['data']}. Folder `{folder}`. `lost` "
-            f"means below dense decoding.\n\n{_scores_table(summary)}"
+            f"\n## Task scores: {title}\n\n{summary['mean']}, {_prompts(summary)}; {summary['data']}. Folder "
+            f"`{folder}`. `lost` means below dense decoding.\n\n{_scores_table(summary)}"
         )
+        if summary.get("against"):
+            parts.append(
+                f"\nPaired with {summary['against']['setting']}, which reads {summary['against']['access']:.1f} %:\n\n"
+                + markdown_table(*against_table(summary))
+            )
         if summary["estimators"]:
             span = summary["estimators"]["all"]
             parts.append(

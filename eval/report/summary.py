@@ -333,7 +333,10 @@ def summarise(store: Store, answered: bool = False, against: str | None = None) 
 
     Raises EvalError if there is no such setting, or no such prompt.
     """
-    report = _Report(store, answered)
+    return _summary(_Report(store, answered), against)
+
+
+def _summary(report: _Report, against: str | None) -> dict[str, Any]:
     return report.summary() | {"against": None if against is None else report.against(against)}
 
 
@@ -354,11 +357,12 @@ def write_reports(
     """
     from latent_santa.eval.report import csv_files, plots, tables
 
-    summary = summarise(store, answered, against)
+    report = _Report(store, answered)
+    summary = _summary(report, against)
     directory = store.directory
     write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_atomic(directory / "summary.csv", csv_files.summary_csv(summary))
-    write_atomic(directory / "answers.csv", csv_files.answers_csv(store))
+    write_atomic(directory / "answers.csv", csv_files.answers_csv(report.results))
     write_atomic(directory / "table.md", tables.markdown(summary))
     notes = []
     if plot:
