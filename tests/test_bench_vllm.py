@@ -17,11 +17,15 @@ def test_settings_are_read() -> None:
     assert Setting.parse("dense") == Setting("dense") and Setting.parse("dense").platform
     assert Setting.parse("dense:128").splits == 128
     assert not Setting.parse("own_dense").platform
-    found = Setting.parse("pooled+two_stage:64")
-    assert (found.budget, found.estimator, found.two_stage, found.platform) == (64, "pooled", True, False)
+    found = Setting.parse("pooled+two_stage:64:32")
+    assert (found.budget, found.estimator, found.parents, found.platform) == (64, "pooled", 32, False)
+    assert Setting.parse("per_head:128").parents is None
 
 
-@pytest.mark.parametrize("word", ["dense:", "dense:x", "per_head", "pooled:0", "pooled+graphs:64", "santa", ""])
+@pytest.mark.parametrize(
+    "word",
+    ["dense:", "dense:x", "per_head", "pooled:0", "pooled:8:8", "pooled+graphs:64", "pooled+two_stage:64", "santa", ""],
+)
 def test_other_settings_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="must be dense, dense:SPLITS"):
         Setting.parse(word)

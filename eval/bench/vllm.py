@@ -42,18 +42,18 @@ class Setting:
 
     Attributes:
         name: as on the command line: ``dense``, ``dense:SPLITS``, ``own_dense``, ``per_head:S``, ``pooled:S``, and
-            ``per_head+two_stage:S``, ``pooled+two_stage:S``.
+            ``per_head+two_stage:S:K1``, ``pooled+two_stage:S:K1``.
         splits: most splits of a row in vLLM's dense kernel inside a graph; 0 is vLLM's default.
         budget: S, or 0 where nothing is sampled.
         estimator: of a sampled setting.
-        two_stage: whether parents are sampled first.
+        parents: K1 of two stages, or None for one.
     """
 
     name: str
     splits: int = 0
     budget: int = 0
     estimator: str = "per_head"
-    two_stage: bool = False
+    parents: int | None = None
 
     @property
     def platform(self) -> bool:
@@ -63,27 +63,29 @@ class Setting:
     @classmethod
     def parse(cls, word: str) -> Setting:
         """Read one of the names. Raises ValueError for another one."""
-        name, colon, number = word.partition(":")
-        value = int(number) if number.isdigit() else 0
-        if name == "dense" and bool(colon) == bool(value):
-            return cls(word, splits=value)
+        name, *given = word.split(":")
+        numbers = [int(number) if number.isdigit() else 0 for number in given]
+        if name == "dense" and len(numbers) <= 1 and all(numbers):
+            return cls(word, splits=sum(numbers))
         if word == "own_dense":
             return cls(word)
         estimator, plus, stages = name.partition("+")
-        if estimator in ("per_head", "pooled") and value and plus + stages in ("", "+two_stage"):
-            return cls(word, budget=value, estimator=estimator, two_stage=bool(plus))
-        raise ValueError(f"{word!r}: must be dense, dense:SPLITS, own_dense, ESTIMATOR:S or ESTIMATOR+two_stage:S")
+        wanted = {"": 1, "+two_stage": 2}.get(plus + stages)
+        if estimator in ("per_head", "pooled") and len(numbers) == wanted and all(numbers):
+            return cls(word, budget=numbers[0], estimator=estimator, parents=numbers[1] if plus else None)
+        raise ValueError(f"{word!r}: must be dense, dense:SPLITS, own_dense, ESTIMATOR:S or ESTIMATOR+two_stage:S:K1")
 
 
 class Engine:
     """vLLM in this process, with random weights, and the settings it can be switched to."""
 
     def __init__(self, config: dict[str, Any], folder: Path, length: int, sequences: int, options: dict[str, Any],
-                 two_stage: bool = False):  # fmt: skip
+                 parents: int | None = None):  # fmt: skip
         os.environ.update(
             HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
             LATENT_SANTA_BUDGET=str(BUDGET), LATENT_SANTA_LOG_SECONDS="0",
-            LATENT_SANTA_ROUTING="two_stage" if two_stage else "one_stage",
+            LATENT_SANTA_ROUTING="two_stage" if parents else "one_stage",
+            LATENT_SANTA_PARENTS_PER_HEAD=str(parents or 1),
         )  # fmt: skip
         from latent_santa.vllm_plugin import register
 
@@ -99,7 +101,7 @@ class Engine:
         self.runner = core.engine_core.model_executor.driver_worker.model_runner
         self.builder = self.runner.attn_groups[0][0].get_metadata_builder(0)
         manager = getattr(self.runner, "cudagraph_manager", None)
-        first = f"per_head{'+two_stage' if two_stage else ''}:{BUDGET}"
+        first = f"per_head+two_stage:{BUDGET}:{parents}" if parents else f"per_head:{BUDGET}"
         self._graphs: dict[str, Any] = {} if manager is None else {first: manager.graphs}
         self.steps: list[tuple[float, int]] = []
         answer = core.get_output
@@ -135,8 +137,7 @@ class Engine:
             below = 0 if setting.budget else 1 << 30
             sampler.sampling = replace(
                 sampler.sampling, dense_below=below, estimator=setting.estimator,
-                teams_per_head=max(1, setting.budget // 4),
-                parents_per_head=builder.settings.config.parents_per_head if setting.two_stage else None,
+                teams_per_head=max(1, setting.budget // 4), parents_per_head=setting.parents,
             )  # fmt: skip
         if manager is None or not manager.needs_capture():
             return

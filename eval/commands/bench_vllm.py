@@ -25,8 +25,8 @@ def add_parser(subparsers: Any) -> None:
             "graphs of its own. A step is the median gap between two engine steps that both brought a token for every "
             "sequence.\n\n"
             "A setting is dense (vLLM's own dense kernel), dense:SPLITS (with more splits of a row than the 32 that "
-            "vLLM takes in graphs), own_dense (this project's kernel over all rows), per_head:S or pooled:S, or one of "
-            "these with +two_stage before the colon (K1 = 64)."
+            "vLLM takes in graphs), own_dense (this project's kernel over all rows), per_head:S or pooled:S, or in two "
+            "stages per_head+two_stage:S:K1 or pooled+two_stage:S:K1."
         ),
         formatter_class=options.Help,
     )
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         room = max(args.tokens, args.mixed_tokens) + 63
         engine = Engine(TINY if args.small else LITE, Path(folder), longest + room, sequences, chosen,
-                        any(setting.two_stage for setting in settings))  # fmt: skip
+                        next((setting.parents for setting in settings if setting.parents), None))  # fmt: skip
         _print([facts(engine, args.small)], args.out)
         rows = step_times(engine, args.points, settings, args.tokens, args.repeats)
         _print(rows, args.out)
