@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -53,6 +54,64 @@ def noise_seed(seed: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
+def shapes_of(
+    table: tuple[int, int],
+    heads: int,
+    dims: tuple[int, int],
+    query_dtype: torch.dtype,
+    dtype: torch.dtype,
+    block_size: int,
+    sampling: PagedSampling,
+    device: torch.device,
+) -> Shapes:
+    """Shapes of a step with a block table of ``table`` = (requests, columns)."""
+    p, r, k, k1 = (
+        sampling.parent_size, sampling.representatives, sampling.teams_per_head, sampling.parents_per_head
+    )  # fmt: skip
+    batch, rows = table[0], table[1] * block_size
+    teams, parents = rows // p * r, rows // p
+    first = {}
+    if teams > k and sampling.dense_below <= rows and k1 is not None and parents > k1:
+        first = {"parents": parents, "parents_per_head": k1, "most_teams": r}
+    shapes = Shapes(
+        batch=batch,
+        groups=1,
+        heads=heads,
+        prompt=rows,
+        suffix=power(block_size, 64),
+        teams=teams,
+        dims=dims,
+        values=dims[0],
+        latent=True,
+        dtype=dtype,
+        split=query_dtype == torch.float32 and dtype != torch.float32,
+        bits=16,
+        teams_per_head=k,
+        # no team has more rows than the others of its parent leave
+        most_rows=min(heads * k * (p - r + 1), rows),
+        processors=processors(device),
+        shared_memory=shared_memory(device),
+        joint=False,  # rows are in blocks of many requests
+        **first,
+    )
+    return shapes._replace(teams_per_head=min(k, shapes.places))
+
+
+def scratch_bytes(
+    table: tuple[int, int],
+    heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    block_size: int,
+    sampling: PagedSampling,
+    device: torch.device,
+) -> int:
+    """Bytes that :class:`PagedScratch` holds after a step with such a block table; queries are of the cache's dtype."""
+    s = shapes_of(table, heads, dims, dtype, dtype, block_size, sampling, device)
+    sizes = sizes_of(s, planned(s, ()), sampling.estimator == "pooled")
+    return sum(math.prod(shape) * held.itemsize for held, shape in sizes.values())
+
+
 class PagedLaunches:
     """One step's arguments, and a method for each launch; arguments as in :func:`latent_santa.paged.paged_attention`.
 
@@ -76,37 +135,13 @@ class PagedLaunches:
         self.flagged, self.dense = dense is not None, seq_lens if dense is None else dense.view(torch.uint8)
         batch, heads, rank = query[0].shape
         self.query, self.parts = query, (cache[..., :rank], cache[..., rank:])
-        rows, p, r = block_table.shape[1] * records.block_size, records.parent_size, records.representatives
-        teams = block_table.shape[1] * records.slots
-        k = sampling.teams_per_head
-        self.everything = teams <= k or sampling.dense_below > rows
-        k1, parents = sampling.parents_per_head, rows // p
-        first = {}
-        if not self.everything and k1 is not None and parents > k1:
-            first = {"parents": parents, "parents_per_head": k1, "most_teams": r}
-        self.two_stage = bool(first)
-        self.shapes = Shapes(
-            batch=batch,
-            groups=1,
-            heads=heads,
-            prompt=rows,
-            suffix=power(records.block_size, 64),
-            teams=teams,
-            dims=(rank, query[1].shape[2]),
-            values=rank,
-            latent=True,
-            dtype=cache.dtype,
-            split=query[0].dtype == torch.float32 and cache.dtype != torch.float32,
-            bits=16,
-            teams_per_head=k,
-            # no team has more rows than the others of its parent leave
-            most_rows=min(heads * k * (p - r + 1), rows),
-            processors=processors(cache.device),
-            shared_memory=shared_memory(cache.device),
-            joint=False,  # rows are in blocks of many requests
-            **first,
-        )
-        self.shapes = self.shapes._replace(teams_per_head=min(k, self.shapes.places))
+        table, dims = (batch, block_table.shape[1]), (rank, query[1].shape[2])
+        self.shapes = shapes_of(
+            table, heads, dims, query[0].dtype, cache.dtype, records.block_size, sampling, cache.device
+        )  # fmt: skip
+        rows, teams = self.shapes.prompt, self.shapes.teams
+        self.everything = teams <= sampling.teams_per_head or sampling.dense_below > rows
+        self.two_stage = self.shapes.parents > 0
         self.pooled = sampling.estimator == "pooled"
         self.plan = planned(self.shapes, tuple(scratch.overrides.items()))
         self.buffers = scratch.buffers(sizes_of(self.shapes, self.plan, self.pooled), cache.device)

@@ -135,3 +135,15 @@ def test_scratch_grows_to_the_largest_step_and_is_shared():
     assert small.shape == (2, 3) and small.data_ptr() == large.data_ptr() and scratch.bytes() == 128
     assert scratch.buffers({"a": (torch.float32, (5, 8))}, torch.device("cpu"))["a"].numel() == 40
     assert scratch.bytes() == 160
+
+
+@pytest.mark.parametrize("settings", [{}, {"estimator": "pooled", "parents_per_head": 2}])
+def test_scratch_of_a_step_is_known_before(settings):
+    from latent_santa.kernels.paged_launch import scratch_bytes
+
+    case, scratch = make_paged((70, 0, 50), columns=1, **settings), kernels.PagedScratch()
+    where = (case.cache, case.records, case.block_table, case.seq_lens, case.sampling)
+    kernels.paged_attention(case.parts, *where, torch.zeros(3, 4, dtype=torch.int64), None, scratch)
+    dims = (case.rank, case.query.shape[2] - case.rank)
+    known = scratch_bytes((3, 6), case.query.shape[1], dims, torch.float32, 16, case.sampling, torch.device("cpu"))
+    assert known == scratch.bytes()

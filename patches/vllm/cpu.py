@@ -15,12 +15,19 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from latent_santa.patches.vllm import memory
 from latent_santa.patches.vllm.sampled import SampledBuilder, SampledImpl
 from latent_santa.patches.vllm.settings import check_engine, check_version, read
 
 
 class SantaCPUImpl(SampledImpl, CPUMLAImpl):  # type: ignore[misc]
     """The platform's implementation, with sampled decoding and a prefill that reads cached rows."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        from vllm.v1.worker.cpu_worker import CPUWorker  # which imports the platform, and that this plugin
+
+        memory.reserve(CPUWorker)
+        super().__init__(*args, **options)
 
     def forward_mha(self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, cache: Tensor, metadata: Any, k_scale: Tensor,
                     output: Tensor, output_scale: Tensor | None = None) -> None:  # fmt: skip

@@ -8,6 +8,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.fa_utils import flash_attn_supports_mla
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
+from latent_santa.patches.vllm import memory
 from latent_santa.patches.vllm.sampled import SampledBuilder, SampledImpl
 from latent_santa.patches.vllm.settings import check_engine, check_version, read
 
@@ -32,8 +33,11 @@ class SantaMLAImpl(SampledImpl, PLATFORM.get_impl_cls()):  # type: ignore[misc]
     can_return_lse_for_decode = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        from vllm.v1.worker.gpu_worker import Worker  # a front end that only checks options needs no worker
+
         config = get_current_vllm_config()
         check_engine(config, read(additional=config.additional_config))  # before weights are loaded
+        memory.reserve(Worker)
         super().__init__(*args, **options)
 
 

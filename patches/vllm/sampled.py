@@ -65,6 +65,25 @@ class SampledImpl:
         return paged_attention(query, *where, s.sampling, s.counts, dense=s.dense), None
 
 
+def sampling_of(settings: Settings, layer: int, heads: int, scale: float) -> PagedSampling:
+    """How a layer with so many heads in this process samples."""
+    config = settings.config
+    return PagedSampling(
+        teams_per_head=config.teams_per_head,
+        estimator=config.estimator,
+        noise=config.noise,
+        seed=config.seed,
+        layer=layer,
+        first_head=get_tensor_model_parallel_rank() * heads,
+        heads_in_model=get_tensor_model_parallel_world_size() * heads,
+        dense_below=settings.dense_below,
+        parents_per_head=settings.parents,
+        parent_size=config.parent_size,
+        representatives=config.representatives,
+        scale=scale,
+    )
+
+
 class SampledBuilder:
     """Comes before a platform's metadata builder: its part of every step is what the host has to do."""
 
@@ -118,22 +137,9 @@ class SampledBuilder:
 
     def _sampler(self, name: str, layer: Any) -> Sampler:
         """Records of no teams beside the layer's cache; a cache in another place is another cache."""
-        config, cache, heads = self.settings.config, layer.kv_cache, layer.num_heads
+        config, cache = self.settings.config, layer.kv_cache
+        sampling = sampling_of(self.settings, extract_layer_index(name), layer.num_heads, layer.scale)
         p, r = config.parent_size, config.representatives
-        sampling = PagedSampling(
-            teams_per_head=config.teams_per_head,
-            estimator=config.estimator,
-            noise=config.noise,
-            seed=config.seed,
-            layer=extract_layer_index(name),
-            first_head=get_tensor_model_parallel_rank() * heads,
-            heads_in_model=get_tensor_model_parallel_world_size() * heads,
-            dense_below=self.settings.dense_below,
-            parents_per_head=self.settings.parents,
-            parent_size=p,
-            representatives=r,
-            scale=layer.scale,
-        )
         means_of = None if self.settings.parents is None else cache
         records = empty_records(cache.shape[0], cache.shape[1], p, r, cache.device, means_of)
         return Sampler(cache, records, sampling, self.ledger.counts, self.dense)
