@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .device import wait
 from .paged_rows import request, tile_at, tiles_before
-from .pool import pooled_correction
+from .pool import flagged, pooled_correction
 from .select import LISTED, PARENTS, draw_teams, mark
 from .select_many import draw_many
 
@@ -80,10 +80,7 @@ def paged_pool_kernel(
         _, teams = request(seq_lens, dense, i_b, K, dense_below, SIZE=SIZE, SLOTS=SLOTS, FLAGGED=FLAGGED)
         m_team = i_team < teams
         p_flags = flags + i_b.to(tl.int64) * WORDS * MP
-        b_used = tl.zeros((T,), tl.int32)  # [T]
-        for i_word in range(WORDS):
-            b_used |= tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0)
-        m_team = b_used != 0
+        m_team = flagged(p_flags, i_team, m_team, MP, WORDS)
         if tl.sum(m_team.to(tl.int32), 0) > 0:
             i_bh = i_b.to(tl.int64) * H
             b_log_c = pooled_correction(

@@ -11,6 +11,15 @@ from .maths import log_inclusion
 
 
 @triton.jit
+def flagged(p_flags, i_team, m_team, MP, WORDS):
+    """Which of the teams ``[T]`` any head selected. Most blocks of teams hold none."""
+    b_used = tl.zeros(i_team.shape, tl.int32)
+    for i_word in range(WORDS):
+        b_used |= tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0)
+    return b_used != 0
+
+
+@triton.jit
 def pooled_correction(
     p_phi, p_tau, p_kth, p_flags, i_phi, i_flag, m_item, phi_stride, flags_stride, H, HB: tl.constexpr,
     SHARED: tl.constexpr,
@@ -92,11 +101,7 @@ def pool_redrawn(
     if LISTED:
         i_team = tl.load(listed_teams + o_list + i_place, mask=m_team, other=-1)  # [T]
         m_team = i_team >= 0
-    b_used = tl.zeros((T,), tl.int32)  # [T]
-    for i_word in range(WORDS):
-        b_used |= tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0)
-    m_team = b_used != 0
-    # most blocks of teams hold none that was selected
+    m_team = flagged(p_flags, i_team, m_team, MP, WORDS)
     if tl.sum(m_team.to(tl.int32), 0) > 0:
         i_bgh = i_bg.to(tl.int64) * H
         b_log_c = redrawn_correction(
@@ -132,11 +137,7 @@ def pool_kernel(
     else:
         m_team = i_place < tl.load(count + i_bg)
         wait(PDL)
-    b_used = tl.zeros((T,), tl.int32)  # [T]
-    for i_word in range(WORDS):
-        b_used |= tl.load(p_flags + i_word * MP + i_team, mask=m_team, other=0)
-    m_team = b_used != 0
-    # most blocks of teams hold none that was selected
+    m_team = flagged(p_flags, i_team, m_team, MP, WORDS)
     if tl.sum(m_team.to(tl.int32), 0) > 0:
         i_bgh = i_bg.to(tl.int64) * H
         b_log_c = pooled_correction(

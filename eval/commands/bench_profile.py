@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument_group("method").add_argument
     add("--budget", type=options.positive, default=128, help="S; K = S / (P / R) teams per head, P/R = 16/4")
     add("--estimator", default="per_head", choices=("per_head", "pooled"))
+    add("--noise", default="independent", choices=("independent", "shared"), help="shared: one draw for all heads")
     add("--parents-per-head", type=options.positive, metavar="K1", help="two stages, with K1 parents per head")
     parser.add_argument("--ncu", action="store_true", help="also Nsight Compute's counters: needs a GPU and ncu")
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)  # what ncu runs
@@ -80,7 +81,7 @@ def _setting(args: argparse.Namespace) -> Any:
         k = SantaConfig(budget=args.budget).teams_per_head
     except ValueError as error:
         raise EvalError(str(error)) from error
-    return Setting(Sampling(k, args.estimator, "independent", args.parents_per_head))
+    return Setting(Sampling(k, args.estimator, args.noise, args.parents_per_head))
 
 
 def _workload(args: argparse.Namespace, device: str) -> Any:
