@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor
 
-from latent_santa import two_stage
 from latent_santa.kernels import Workspace
 from latent_santa.step import DecodeStep, Sampling
 
 from .kernel_cases import ROUNDING, compare, kernels, make_step, poison, twin
+from .ties import is_tie
 
 # few of them: each is compiled, while the sizes below are not
 KINDS: tuple[dict[str, Any], ...] = (
@@ -38,8 +35,6 @@ MANY: tuple[dict[str, Any], ...] = (
     {"heads": 200, "dims": (32, 16)},
 )
 BLOCKS: dict[str, Any] = {"attend_rows": 16, "lanes": 64, "shares": 8, "combine_shares": 8}
-# scores that are closer than this may come in either order: both sides round
-TIE = 1e-5
 TOLERANCES = {torch.float32: ROUNDING, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -61,28 +56,6 @@ def random_case(seed: int, device: str, longest: int = 600, many: bool = False) 
     parents = draw.choice((1, 3, draw.randint(4, 20))) if "summary" in kind else None
     estimator, noise = draw.choice(("per_head", "pooled")), draw.choice(("independent", "shared"))
     return step, Sampling(k, estimator, noise, parents)
-
-
-def gaps(step: DecodeStep, sampling: Sampling) -> list[Tensor]:
-    """By how much each head's K-th score exceeds its (K+1)-st, ``(B, G, H)`` per stage that samples."""
-    found = []
-
-    def recording(phi: Tensor, gumbels: Tensor, k: int, *rest: Any) -> Any:
-        top = (phi + gumbels).topk(k + 1).values
-        found.append((top[..., -2] - top[..., -1]).nan_to_num(torch.inf))
-        return select(phi, gumbels, k, *rest)
-
-    select = two_stage.select
-    with mock.patch.object(two_stage, "select", recording):
-        two_stage.select_teams(step, sampling)
-    return found
-
-
-def is_tie(step: DecodeStep, sampling: Sampling) -> bool:
-    """Whether some head's K-th and (K+1)-st score, of teams or of a first stage's parents, are too close to be told
-    apart."""
-    step = replace(step, query=tuple(part.float() for part in step.query))
-    return any(bool((gap < TIE).any()) for gap in gaps(step, sampling))
 
 
 def check_case(seed: int, device: str, longest: int = 600, many: bool = False) -> None:

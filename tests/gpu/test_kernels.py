@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from latent_santa.kernels import Workspace
-from latent_santa.step import DecodeStep, Output
+from latent_santa.step import DecodeStep, Output, Sampling
 
 from ..kernel_cases import compare, kernels, make_step, poison, poisoned, twin
+from ..ties import without_tie
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,9 +39,10 @@ def check(
 ) -> None:
     for estimator in ("per_head", "pooled"):
         for noise in ("independent", "shared"):
-            workspace = poisoned(step, k, over or {}, estimator, noise, parents)
-            got = kernels(step, k, workspace, estimator, noise, parents)
-            compare(got, twin(step, k, estimator, noise, parents), tolerance)
+            case = without_tie(step, Sampling(k, estimator, noise, parents))
+            workspace = poisoned(case, k, over or {}, estimator, noise, parents)
+            got = kernels(case, k, workspace, estimator, noise, parents)
+            compare(got, twin(case, k, estimator, noise, parents), tolerance)
 
 
 @pytest.mark.parametrize("heads", [1, 14, 16])
