@@ -73,7 +73,8 @@ class Plan:
 
     Attributes:
         route_teams, route_heads: teams and heads of a routing block, ``route_dims`` dimensions of it at a time; of keys
-            in codes ``route_programs`` score a sequence's blocks in turn.
+            in codes ``route_programs`` score a sequence's blocks in turn, with at most ``route_registers`` per thread
+            unless that is 0.
         block: teams under one stored maximum; ``coarse`` maxima of these are compared with one another, 0 where that is
             impossible. ``parent_block`` and ``parent_coarse`` are the same of parents.
         attend_rows, attend_heads: rows and heads of an attention tile, in this order if ``attend_tall``; ``shares``
@@ -115,10 +116,10 @@ class Plan:
 
 def route_bytes(s: Shapes, p: Plan) -> int:
     """Shared memory of a routing program, as an upper bound: keys and queries of every stage, and of one over; of keys
-    in codes whole keys of every stage, and queries once."""
+    in codes whole keys of every stage (4-bit ones go through registers and need one less), and queries once."""
     if s.bits < 16:
-        width = sum(s.dims)
-        return p.route_stages * p.route_teams * (width * s.bits // 8 + 64) + 2 * p.route_heads * width + 4096
+        width, stages = sum(s.dims), p.route_stages - (s.bits == 4)
+        return stages * p.route_teams * (width * s.bits // 8 + 64) + 2 * p.route_heads * width + 4096
     keys = p.route_teams * p.route_dims * s.dtype.itemsize
     queries = p.route_heads * p.route_dims * (4 if s.split else s.dtype.itemsize)
     return (p.route_stages + 1) * (keys + queries)
@@ -189,6 +190,8 @@ def choose(s: Shapes) -> Plan:
     plan = Plan(
         route_teams=route_teams,
         route_heads=route_heads,
+        # the compiler takes 173 unasked, and two programs of that many leave room for no third
+        route_registers=168 if s.bits == 4 and wide and route_heads <= 16 else 0,
         route_stages={8: 2, 4: 3}.get(s.bits, 3 if route_heads > 32 else 4),
         route_warps=8 if route_heads > 32 and not exact else 4,
         block=block,
@@ -204,8 +207,9 @@ def choose(s: Shapes) -> Plan:
         pool_teams=32 if many else 256,
         shares=shares,
         lanes=min(power(per_share, 32), 2048 if tall else 1024),
-        combine_values=min(power(s.values, 16), 512 if many else 64),
-        combine_shares=min(power(shares), 128),
+        # a tile of many heads' sums is 16 KB, of others' up to 32
+        combine_values=min(power(s.values, 16), max(64, 4096 // power(shares)) if many else 64),
+        combine_shares=min(power(shares), 64 if many else 128),
     )
     plan = fitted(s, plan)
     return replace(plan, route_programs=_coded_programs(s, plan)) if s.bits < 16 else plan
@@ -214,7 +218,7 @@ def choose(s: Shapes) -> Plan:
 def _coded_programs(s: Shapes, p: Plan) -> int:
     """Programs that share the tiles of a sequence: as many as stay resident at once, with the same number of tiles
     each."""
-    registers = 2 if s.dims[0] > 256 else 3 if p.route_teams == 128 else 8
+    registers = 3 if p.route_registers or p.route_teams == 128 else 2 if s.dims[0] > 256 else 8
     resident = max(1, min(s.shared_memory // route_bytes(s, p), registers))
     most = max(1, resident * s.processors // (s.batch * s.groups * ceil_div(s.heads, p.route_heads)))
     return ceil_div(tiles(s, p), ceil_div(tiles(s, p), most))

@@ -45,8 +45,9 @@ def route_coded_kernel(
     for i_tile in tl.range(tl.program_id(0), tl.cdiv(n, T), tl.num_programs(0), num_stages=STAGES):
         i_team = i_tile * T + tl.arange(0, T)  # [T]
         m_team = i_team < n
-        b_size = tl.load(sizes + o_teams + i_team, mask=m_team, other=0)  # [T]
+        # before anything that was loaded: Triton waits for all loads of a tile where the first of them is used
         b_noise = gumbel_tile(seed, i_team, quad + i_g * 65536, first_head, now, layer, HB, SHARED)
+        b_size = tl.load(sizes + o_teams + i_team, mask=m_team, other=0)  # [T]
         b_score = coded_scores(
             p_keys0, p_scales0, codes0, b_unit0, i_team, m_team, keys0_strides[2], D=D0, BITS=BITS, DC=DC0
         )
