@@ -25,7 +25,7 @@ PAPER = "SANTA++ contiguous 16/4 per head"
 PAPER_KMEANS = "SANTA++ k-means 16/4 per head"
 QWEN_MLA = "the same network written as DeepSeek-V2 (MLA)"
 FIELD = "field_4096"
-# runs of scores that have every method: the paper's, and percentages of dense's rows
+# runs of scores that have every method: which one the others are paired with, and percentages of dense's rows
 FIELDS: dict[str, tuple[str, tuple[float, ...]]] = {
     FIELD: (PAPER, (27.0, 40.0, 50.0, 65.0)),
 }
@@ -75,10 +75,11 @@ def _cells(entry: equal_rows.Ranked, of_errors: bool) -> list[str]:
     return [shown(numbers, digits, factor), shown(minus, digits, factor), said]
 
 
-def _ranked_table(ranked: Sequence[equal_rows.Ranked], of_errors: bool) -> str:
+def _ranked_table(ranked: Sequence[equal_rows.Ranked], of_errors: bool, base: str = PAPER) -> str:
     what = "attention error" if of_errors else "score"
     lines = [[entry[0], *_cells(entry, of_errors)] for entry in ranked]
-    return markdown_table(["method", what, "minus per head, paired", ""], lines)
+    short = "two-stage" if "two-stage" in base else "per head"
+    return markdown_table(["method", what, f"minus {short}, paired", ""], lines)
 
 
 def _single(frontier: dict[str, Any]) -> dict[str, float]:
@@ -136,7 +137,9 @@ def _field(folder: str) -> str:
         f"is a higher score, and differences are to {paper}. Dense decoding scores {dense:.1f}.\n"
     )
     for level in levels:
-        found += f"\n### Scores at {level:.0f} % of the rows\n\n{_ranked_table(_scores_at(folder, level), False)}"
+        found += (
+            f"\n### Scores at {level:.0f} % of the rows\n\n{_ranked_table(_scores_at(folder, level), False, paper)}"
+        )
     return found
 
 
