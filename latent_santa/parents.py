@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .kmeans import minibatch_kmeans
+from .in_parts import Work, result_of, share_of
+from .kmeans import clustering, kmeans_in_parts
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -56,26 +57,40 @@ def kmeans_parents(points: list[Tensor], member: Tensor, parent_size: int, seed:
     Returns:
         For each layer ``(B, G, N)`` int64.
     """
-    counts = member.sum(-1)
-    lengths = counts.tolist()
+    with clustering(member.device):
+        return result_of(kmeans_parents_in_parts(points, member, parent_size, seed, engine))
+
+
+def kmeans_parents_in_parts(
+    points: list[Tensor], member: Tensor, parent_size: int, seed: int, engine: str
+) -> Work[list[Tensor]]:
+    """:func:`kmeans_parents` in parts, each of which is to run inside of :func:`~latent_santa.kmeans.clustering`."""
+    lengths = member.sum(-1).tolist()
     longest = max(*lengths, 1)
+    whole = min(lengths) == member.shape[1]
     # real rows first, so that a padded sequence is the same clustering problem as alone
     order = torch.argsort((~member).to(torch.int8), dim=-1, stable=True)[:, :longest]
     labels: list[Tensor] = [torch.empty(0)] * len(points)
-    for layers in _alike(points):
+    kinds = _alike(points)
+    for number, layers in enumerate(kinds):
         problems = []
         for layer in layers:
             part = points[layer]
-            index = order[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[-1])
-            problems.append(part.gather(2, index).flatten(0, 1))
+            if not whole:
+                part = part.gather(2, order[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[-1]))
+            problems.append(part.flatten(0, 1))
         groups = points[layers[0]].shape[1]
         # a sequence may have no real row here (a chunk of padding alone): one padding row stands in, without a parent
         rows = [max(length, 1) for length in lengths for _ in range(groups)] * len(layers)
         clusters = [requested_parents(n, parent_size) for n in rows]
-        found = minibatch_kmeans(torch.cat(problems), rows, clusters, seed=seed, engine=engine)
-        for layer, part in zip(layers, found.view(len(layers), -1, groups, longest), strict=True):
-            full = torch.full((*part.shape[:2], member.shape[-1]), -1, dtype=torch.int64, device=part.device)
-            labels[layer] = full.scatter_(2, order[:, None].expand_as(part), part).masked_fill_(~member[:, None], -1)
+        work = kmeans_in_parts(torch.cat(problems), rows, clusters, seed, engine)
+        found = yield from share_of(work, number / len(kinds), (number + 1) / len(kinds))
+        found = found.view(len(layers), -1, groups, longest)
+        if not whole:
+            full = torch.full((*found.shape[:3], member.shape[-1]), -1, dtype=torch.int64, device=found.device)
+            found = full.scatter_(3, order[:, None].expand_as(found), found).masked_fill_(~member[:, None], -1)
+        for layer, part in zip(layers, found.unbind(), strict=True):
+            labels[layer] = part
     return labels
 
 

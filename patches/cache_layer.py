@@ -45,7 +45,7 @@ class TeamLayer(DynamicLayer):
         waiting: span of rows ``(start, stop)`` to be grouped before the next sparse call, or None.
         limit: most rows behind the last grouping in a decoding call, where generated rows are grouped; else 0.
         ahead: steps before that limit in which teams of the oldest of these rows are made.
-        coming: these teams, until they come to the records; else None.
+        coming: these teams, until they come to the records (:mod:`latent_santa.patches.regrouping`); else None.
         noise_key: ``(B, 2)`` int64 noise keys of the sequences; they follow beam reordering.
         observed: queries of the last prompt's end, where somebody asked for them.
         buffers: where the rows lie, with free ones behind them; None while they lie elsewhere.
@@ -198,7 +198,7 @@ class TeamLayer(DynamicLayer):
 
     def regroup(self) -> None:
         """Drop the teams; every row up to the present length, whoever wrote it, waits to be grouped anew."""
-        self.grouped = Grouped()
+        self.grouped, self.coming = Grouped(), None
         if self.foreign:
             self.buffers = None
         self._own = (self.keys, self.values)
@@ -254,6 +254,8 @@ class TeamLayer(DynamicLayer):
         index = index.to(self.keys.device)
         self.buffers = None  # the rows were copied
         self.grouped = self.grouped.followed(index)
+        if self.coming is not None:
+            self.coming = self.coming.followed(index)
         if self.noise_key is not None:
             self.noise_key = self.noise_key.index_select(0, index)
         if self.observed is not None:

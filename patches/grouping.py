@@ -80,7 +80,7 @@ def group_waiting(
             if teams is not None:
                 teams = agreed(teams, adapters[n], teams.sizes.device)
             layers[n].grouped = _extended(layers[n].grouped, new, teams, start, config)
-            layers[n].waiting = None
+            layers[n].waiting = layers[n].coming = None
 
 
 @torch.no_grad()
@@ -114,14 +114,24 @@ def _queries(
 
 
 def span_of(
-    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, start: int, stop: int
+    layers: Sequence[TeamLayer],
+    adapters: Sequence[Adapter],
+    visible: Tensor | None,
+    start: int,
+    stop: int,
+    copied: bool = False,
 ) -> tuple[list[Tensor], list[Rows], Tensor]:
-    """A span of rows of several layers on one device: points, rows, and ``(B, n)`` bool, which are no padding."""
-    points = [adapter.points(layer.keys)[:, :, start:stop] for adapter, layer in zip(adapters, layers, strict=True)]
-    rows = [
-        adapter.rows(layer.keys[:, :, start:stop], layer.values[:, :, start:stop])
-        for adapter, layer in zip(adapters, layers, strict=True)
-    ]
+    """A span of rows of several layers on one device: points, rows, and ``(B, n)`` bool, which are no padding.
+
+    They are views of the cache, or, to be held while it moves on, ``copied``.
+    """
+    points, rows = [], []
+    for adapter, layer in zip(adapters, layers, strict=True):
+        keys, values = layer.keys[:, :, start:stop], layer.values[:, :, start:stop]
+        if copied:
+            keys, values = keys.clone(), values.clone()
+        points.append(adapter.points(keys))
+        rows.append(adapter.rows(keys, values))
     first = layers[0].keys
     if visible is None:
         member = torch.ones(first.shape[0], stop - start, dtype=torch.bool, device=first.device)

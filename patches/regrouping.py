@@ -1,22 +1,28 @@
 """Regrouping: rows that a model generated become teams in room behind the prompt's records.
 
-No step should take long for it. Contiguous parents are known long before the suffix is full, so their teams are made
-some steps ahead, and join the records in the step that finds it full. When both happen depends on the number of rows
-alone: a step gives the same bits whether or not it was captured.
+No step should take long for it. The oldest rows of a suffix are known long before it is full, so their teams are made
+some steps ahead, k-means part by part, and join the records in the step that finds the suffix full. When they do so
+depends on the number of rows alone: a step gives the same bits whether or not it was captured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from latent_santa.config import SantaConfig
 from latent_santa.growth import append_, has_room, with_room
+from latent_santa.in_parts import Work, share_of
 from latent_santa.integers import ceil_div
+from latent_santa.kmeans import clustering
 from latent_santa.methods import METHODS
+from latent_santa.parents import kmeans_parents_in_parts, requested_parents
+from latent_santa.rows import Rows
 from latent_santa.teams import Teams
 
 from .cache_layer import TeamLayer
@@ -25,39 +31,100 @@ from .grouping import agreed, coded_like, span_of
 from .layer_state import Grouped, mask_of
 
 LEAST_ROOM = 256  # rows
-# contiguous teams are made in the last of so many parts of the suffix's steps: 8 before it holds 128 rows
-SHARE = 16
+# teams are made in the last of so many parts of the suffix's steps: contiguous ones in 8 before it holds 128 rows,
+# k-means ones in 32 before it holds 256
+SHARES = {"contiguous": 16, "kmeans": 8}
+
+
+class Making:
+    """The teams of a span of rows of several layers, in the making.
+
+    Attributes:
+        grouping: the settings that they are made under (:attr:`SantaConfig.grouping`).
+        start, stop: the span.
+        seen: ``(B, stop)`` bool, the padding mask that they are made under, or None when all rows are real.
+        begun: rows of the exact suffix in the step that began.
+        teams: each layer's, as soon as they are made; else None.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[TeamLayer],
+        adapters: Sequence[Adapter],
+        visible: Tensor | None,
+        span: tuple[int, int],
+        config: SantaConfig,
+    ) -> None:
+        self.grouping, (self.start, self.stop), self.seen = config.grouping, span, mask_of(visible, span[1])
+        self.begun = layers[0].open_rows
+        self.teams: list[Teams] | None = None
+        self._device, self._done = layers[0].keys.device, 0.0
+        even = METHODS[config.method].parents(config) == "contiguous"
+        # the work keeps rows, and no layer: a cache goes when its user lets go of it
+        self._work = _made(*span_of(layers, adapters, visible, *span, copied=not even), config)
+
+    def advance(self, share: float) -> None:
+        """Run the next part, and more while a smaller ``share`` of the work is done."""
+        while self.teams is None:
+            # parts may run in steps with and without inference mode, and only that mode writes into what it made
+            with clustering(self._device), torch.inference_mode():
+                try:
+                    self._done = next(self._work)
+                except StopIteration as end:
+                    self.teams = end.value
+            if self._done >= share:
+                return
 
 
 @dataclass(frozen=True, eq=False)
 class Coming:
-    """Teams that are made and have not come to the records: those of the rows from ``start`` to ``stop``.
+    """One layer's teams that have not come to the records.
 
     Attributes:
-        config: the settings they were made under.
-        grouped: what was known of the layers' rows then; behind other teams they would be numbered otherwise.
-        teams: each layer's.
-        seen: ``(B, stop)`` bool, the padding mask they were made under, or None when all rows were real.
+        making: where they are made, for several layers.
+        place: the layer's among these.
+        index: ``(B,)`` int64, which of the sequences then each present one was, or None where none moved.
     """
 
-    config: SantaConfig
-    grouped: tuple[Grouped, ...]
-    start: int
-    stop: int
-    teams: list[Teams]
-    seen: Tensor | None
+    making: Making
+    place: int
+    index: Tensor | None = None
 
-    def serves(self, layers: Sequence[TeamLayer], visible: Tensor | None, config: SantaConfig) -> bool:
-        """Whether they are still the teams to come, and enough. With a mask this waits for the device."""
-        same = self.config is config and all(a is b.grouped for a, b in zip(self.grouped, layers, strict=True))
-        enough = same and all(layer.get_seq_length() - self.stop < layer.limit for layer in layers)
-        # a draft that was rejected meanwhile may be hidden by a mask
-        return enough and not Grouped(stop=self.stop, seen=self.seen).hides(visible)
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # a copied or pickled cache makes its own
+        return (type(None), ())
+
+    @property
+    def stop(self) -> int:
+        """The first row behind theirs."""
+        return self.making.stop
+
+    def followed(self, index: Tensor) -> Coming:
+        """Those of the sequences ``index (B',)``."""
+        return replace(self, index=index if self.index is None else self.index.index_select(0, index))
+
+    def continues(self, layers: Sequence[TeamLayer], config: SantaConfig) -> bool:
+        """Whether these are the teams to come of all the layers."""
+        making = self.making
+        same = all(layer.coming is not None and layer.coming.making is making for layer in layers)
+        return same and making.grouping == config.grouping and making.start == layers[0].grouped.stop
+
+    def seen(self) -> Tensor | None:
+        """``(B, stop)`` bool, the padding mask that they were made under, of the present sequences."""
+        seen = self.making.seen
+        return seen if seen is None or self.index is None else seen.index_select(0, self.index.to(seen.device))
+
+    def teams(self) -> Teams:
+        """The made teams of the present sequences."""
+        assert self.making.teams is not None
+        teams = self.making.teams[self.place]
+        return teams if self.index is None else teams.select_batch(self.index)
 
 
 def due(layer: TeamLayer) -> bool:
     """Whether a step on this layer has teams to make or to add first."""
-    return 0 < layer.limit <= layer.open_rows + (0 if layer.coming is not None else layer.ahead)
+    made = layer.coming is not None and layer.coming.making.teams is not None
+    return 0 < layer.limit <= layer.open_rows + (0 if made else layer.ahead)
 
 
 def regroup_generated(
@@ -65,16 +132,17 @@ def regroup_generated(
 ) -> None:
     """Group the oldest rows of exact suffixes that have reached ``regroup_after`` rows.
 
-    With contiguous parents these are whole parents, as few as leave less than ``regroup_after`` rows, and nothing waits
-    for the device. With k-means they are all rows, clustered like a further turn. The teams are written into room
-    behind the records. Arguments as in :func:`latent_santa.patches.grouping.group_waiting`, which comes first.
+    With contiguous parents these are whole parents, as few as leave less than ``regroup_after`` rows. With k-means they
+    are all rows but those of the last steps, in which they were clustered, like a further turn. The teams are written
+    into room behind the records. Arguments as in :func:`latent_santa.patches.grouping.group_waiting`, to be called
+    before.
     """
     method, size = METHODS[config.method], config.parent_size
-    after, even = method.regroup_after(config), method.parents(config) == "contiguous"
+    after, form = method.regroup_after(config), method.parents(config)
     for layer in layers:
         layer.limit = after if layer.grouped.teams is not None else 0
-        # the first parent's P rows are there, whatever regroup_after is
-        layer.ahead = min(after // SHARE, after - size) if even else 0
+        # at least P rows are there, whatever regroup_after is
+        layer.ahead = min(after // SHARES[form], after - size) if after else 0
     if not after:
         return
     _make_room(layers, config)
@@ -86,42 +154,65 @@ def regroup_generated(
             jobs.setdefault(alike, []).append(n)
     for (_, start, rows, _), numbers in jobs.items():
         theirs, own = [layers[n] for n in numbers], [adapters[n] for n in numbers]
-        coming = theirs[0].coming
-        if coming is None or not coming.serves(theirs, visible, config):
-            least = size * ceil_div(max(rows - after, 0) + 1, size)
-            coming = _made(theirs, own, visible, start, start + (least if even else rows), config)
+        if not _continues(theirs, visible, rows >= after, config):
+            taken = max(rows, after) - theirs[0].ahead
+            if form == "contiguous":
+                taken = size * ceil_div(max(rows - after, 0) + 1, size)
+            making = Making(theirs, own, visible, (start, start + taken), config)
+            for place, layer in enumerate(theirs):
+                layer.coming = Coming(making, place)
+        making = theirs[0].coming.making
+        try:
+            # a part in each step ahead, and more where there are more parts than steps; all that is left in the last
+            making.advance(math.inf if rows >= after else (rows - making.begun) / (after - making.begun))
+            if rows >= after:
+                _come(theirs, own, config)
+        except BaseException:
             for layer in theirs:
-                layer.coming = coming
-        if rows >= after:
-            _come(theirs, coming, config)
+                layer.coming = None
+            raise
 
 
-def _made(
-    layers: Sequence[TeamLayer],
-    adapters: Sequence[Adapter],
-    visible: Tensor | None,
-    start: int,
-    stop: int,
-    config: SantaConfig,
-) -> Coming:
-    method = METHODS[config.method]
-    spans = _parents_of(stop - start, config) if method.parents(config) == "contiguous" else None
+def _continues(layers: Sequence[TeamLayer], visible: Tensor | None, full: bool, config: SantaConfig) -> bool:
+    """Whether the layers have teams to come, which leave room in a ``full`` suffix. With a mask that one waits for the
+    device."""
+    coming = layers[0].coming
+    if coming is None or not coming.continues(layers, config):
+        return False
+    if not full:
+        return True
+    enough = all(layer.get_seq_length() - coming.stop < layer.limit for layer in layers)
+    # a draft that was rejected meanwhile may be hidden by a mask
+    return enough and not Grouped(stop=coming.stop, seen=coming.seen()).hides(visible)
+
+
+def _made(points: list[Tensor], rows: list[Rows], member: Tensor, config: SantaConfig) -> Work[list[Teams]]:
+    """Teams of these rows of several layers, as of :func:`span_of`."""
+    method, length, parents = METHODS[config.method], member.shape[1], None
+    bound = ceil_div(length, config.parent_size)
+    if method.parents(config) == "kmeans":
+        yield 0.0
+        bound = requested_parents(length, config.parent_size)
+        work = kmeans_parents_in_parts(points, member, config.parent_size, config.kmeans_seed, config.kmeans_engine)
+        parents = yield from share_of(work, 0.0, 0.95)
+        yield 0.95
     # few rows, so all layers' at once
-    built = list(method.build(*span_of(layers, adapters, visible, start, stop), config, spans))
-    teams = [one for one in agreed(built, adapters[0], layers[0].keys.device) if one is not None]
-    assert len(teams) == len(layers)
-    return Coming(config, tuple(layer.grouped for layer in layers), start, stop, teams, mask_of(visible, stop))
+    built = method.build(points, rows, member, config, bound, parents)
+    return [teams for teams in built if teams is not None]
 
 
-def _come(layers: Sequence[TeamLayer], coming: Coming, config: SantaConfig) -> None:
+def _come(layers: Sequence[TeamLayer], adapters: Sequence[Adapter], config: SantaConfig) -> None:
     """Write the teams into the records."""
-    start, stop = coming.start, coming.stop
+    coming = layers[0].coming
+    start, stop, seen = coming.making.start, coming.stop, coming.seen()
     spans = _parents_of(stop - start, config)
     records = [_roomy(layer, spans, config) for layer in layers]
-    new = [coded_like(teams, old, config) for teams, old in zip(coming.teams, records, strict=True)]
+    # processes make equally many steps, but not parts of k-means: they agree when the teams come
+    made = agreed([layer.coming.teams() for layer in layers], adapters[0], layers[0].keys.device)
+    new = [coded_like(teams, old, config) for teams, old in zip(made, records, strict=True)]
     append_(records, new, start, spans)
     for layer in layers:
-        layer.grouped, layer.coming = replace(layer.grouped, stop=stop, seen=coming.seen), None
+        layer.grouped, layer.coming = replace(layer.grouped, stop=stop, seen=seen), None
 
 
 def _make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from latent_santa import naive
+from latent_santa.in_parts import result_of
 from latent_santa.kmeans import minibatch_kmeans, seeding, torch_engine
 from latent_santa.kmeans.distances import row_factors
 from latent_santa.kmeans.fitting import fit_centers
@@ -50,7 +51,7 @@ def parents(lengths, size=16) -> list[int]:
 
 def batched(points, lengths, clusters, seed) -> torch.Tensor:
     """The torch engine with all problems in one group, as on CUDA."""
-    return cluster_group(points, lengths, clusters, seed)
+    return result_of(cluster_group(points, lengths, clusters, seed))
 
 
 def inertia(points, lengths, labels) -> torch.Tensor:
@@ -132,7 +133,9 @@ def test_half_rows_cluster_as_float32_rows_do(offset):
     points = points.bfloat16()
     clusters = parents(lengths)
     exact, halves = (
-        torch.stack([inertia(points, lengths, cluster_group(x, lengths, clusters, seed)) for seed in range(3)])
+        torch.stack(
+            [inertia(points, lengths, result_of(cluster_group(x, lengths, clusters, seed))) for seed in range(3)]
+        )
         for x in (points.float(), points)
     )
     assert (exact.mean(0) / halves.mean(0) - 1).abs().max() < 0.02
@@ -156,9 +159,9 @@ def test_seeding_does_not_depend_on_the_batch():
     lengths, clusters = [400, 13000, 37], [90, 60, 5]
     points = torch.randint(-8, 9, (3, 13000, 6), generator=g).float()
     table = table_of(points)
-    together = seed_centers(table, 6, lengths, clusters, 7)
+    together = result_of(seed_centers(table, 6, lengths, clusters, 7))
     for q, (n, k) in enumerate(zip(lengths, clusters, strict=True)):
-        alone = seed_centers(table[q : q + 1, :n].contiguous(), 6, [n], [k], 7)
+        alone = result_of(seed_centers(table[q : q + 1, :n].contiguous(), 6, [n], [k], 7))
         assert torch.equal(together[q, :k], alone[0])
         assert len(alone[0].unique(dim=0)) == k  # a row at distance 0 is never drawn
 
@@ -166,10 +169,10 @@ def test_seeding_does_not_depend_on_the_batch():
 def test_seeding_does_not_depend_on_the_centers_of_a_step(monkeypatch):
     points = stack(latent_like, [300, 200], 8).nan_to_num()
     table, lengths, clusters = table_of(points), [300, 200], [20, 9]
-    expected = seed_centers(table, 8, lengths, clusters, 2)
+    expected = result_of(seed_centers(table, 8, lengths, clusters, 2))
     for at_once in (7, 19, 64):
         monkeypatch.setitem(seeding.CENTERS_PER_STEP, "cpu", at_once)
-        assert torch.equal(seed_centers(table, 8, lengths, clusters, 2), expected)
+        assert torch.equal(result_of(seed_centers(table, 8, lengths, clusters, 2)), expected)
 
 
 def test_seeding_is_greedy_like_scikit_learn():
@@ -181,7 +184,7 @@ def test_seeding_is_greedy_like_scikit_learn():
     def potential(centers):
         return torch.cdist(points[0].double(), centers.double()).square().amin(1).sum()
 
-    ours = sum(potential(seed_centers(table, 12, [800], [50], seed)[0]) for seed in range(8))
+    ours = sum(potential(result_of(seed_centers(table, 12, [800], [50], seed))[0]) for seed in range(8))
     theirs = sum(
         potential(torch.from_numpy(kmeans_plusplus(points[0].numpy(), 50, random_state=seed)[0])) for seed in range(8)
     )
@@ -197,10 +200,10 @@ def test_fitting_does_not_depend_on_the_batch():
     points = towns[torch.arange(5000) % 4] + torch.randn(3, 5000, 3, generator=g)
     table, centers = table_of(points), towns.expand(3, 4, 3)
     real = torch.arange(4) < clusters[:, None]
-    together = fit_centers(table, centers, real, lengths, clusters, 9)
+    together = result_of(fit_centers(table, centers, real, lengths, clusters, 9))
     for q, k in enumerate(clusters.tolist()):
         one = slice(q, q + 1)
-        alone = fit_centers(table[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9)
+        alone = result_of(fit_centers(table[one], centers[one, :k], real[one, :k], lengths[one], clusters[one], 9))
         torch.testing.assert_close(together[q, :k], alone[0], rtol=1e-5, atol=1e-5)
         assert not torch.equal(alone[0], towns[:k])
 
@@ -237,9 +240,7 @@ def test_degenerate_problems(engine, group, monkeypatch):
     points[4] = torch.randn(40, 4, generator=g)
     if group:
         monkeypatch.setattr(torch_engine, "group_size", lambda *_: group)
-        labels = torch_engine.torch_labels(points, lengths, clusters, 0)
-    else:
-        labels = minibatch_kmeans(points, lengths, clusters, engine=engine)
+    labels = minibatch_kmeans(points, lengths, clusters, engine=engine)
     assert_valid(labels, lengths, clusters)
     assert labels[1, 0] != labels[1, 1]
     assert len(labels[2].unique()) == 6 and torch.equal(labels[2, :6], labels[2, 30:36])

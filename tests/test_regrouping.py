@@ -262,18 +262,30 @@ def test_settings():
 
 
 AHEAD = {**SMALL, "regroup_after": 32}  # whose teams are made two steps before they come
+CLUSTERED = {**AHEAD, "parents": "kmeans"}  # and in four steps
+TWO_STAGE = {"routing": "two_stage", "parents_per_head": 3}
 
 
-@pytest.mark.parametrize("settings", [{}, {"routing": "two_stage", "parents_per_head": 3}, {"routing_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        TWO_STAGE,
+        {"routing_dtype": "int8"},
+        CLUSTERED,
+        {**CLUSTERED, "kmeans_engine": "torch"},
+        {**CLUSTERED, **TWO_STAGE, "routing_dtype": "int8"},
+    ],
+)
 def test_teams_made_ahead_are_those_made_at_once(latent, settings, monkeypatch):
-    """Contiguous parents: the same teams at the same steps, to the bit."""
+    """The same teams at the same steps, to the bit."""
     ids, mask = padded([11, 30])
     with latent_santa.patch(latent, **{**AHEAD, **settings}) as santa:
         ahead = generate(latent, ids, 45, attention_mask=mask)
         counts = per_step(santa)
         assert max(row[2] for row in counts) == 64  # of two sequences
         santa.reset()
-        monkeypatch.setattr(regrouping, "SHARE", 1000)
+        monkeypatch.setattr(regrouping, "due", lambda layer: 0 < layer.limit <= layer.open_rows)
         at_once = generate(latent, ids, 45, attention_mask=mask)
         assert per_step(santa) == counts
     for one, two in zip(ahead.scores, at_once.scores, strict=True):

@@ -7,17 +7,18 @@ partitions do too; their inertia agrees within a few percent.
 Symbols: Q problems, N rows (padded), D dimensions, k clusters (padded).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 
 import torch
 from torch import Tensor
 
+from ..in_parts import Work, result_of
 from .sklearn import sklearn_labels
 from .torch_engine import torch_labels
 
 
-@torch.no_grad()
 def minibatch_kmeans(
     points: Tensor, lengths: Sequence[int], clusters: Sequence[int], seed: int = 0, engine: str = "auto"
 ) -> Tensor:
@@ -48,14 +49,31 @@ def minibatch_kmeans(
         ValueError: an argument of another shape, type or range, or a real row that is not finite.
         ImportError: the sklearn engine without scikit-learn.
     """
+    with clustering(points.device):
+        return result_of(kmeans_in_parts(points, lengths, clusters, seed, engine))
+
+
+@contextmanager
+def clustering(device: torch.device) -> Iterator[None]:
+    """What PyTorch is set to while rows on this device are clustered."""
+    # with rows on another GPU than the current one, PyTorch 2.11 gave wrong labels or an illegal access
+    gpu = torch.cuda.device(device if device.type == "cuda" else -1)
+    with torch.no_grad(), torch.autocast(device_type=device.type, enabled=False), gpu:
+        yield
+
+
+def kmeans_in_parts(
+    points: Tensor, lengths: Sequence[int], clusters: Sequence[int], seed: int, engine: str
+) -> Work[Tensor]:
+    """:func:`minibatch_kmeans` in parts, each of which is to run inside of :func:`clustering`.
+
+    The reference engine's parts are whole problems; the torch engine's are of some hundred launches at most.
+    """
     lengths, clusters = _check(points, lengths, clusters, seed, engine)
     if engine == "auto":
         engine = "torch" if points.is_cuda else "sklearn"
-    # with rows on another GPU than the current one, PyTorch 2.11 gave wrong labels or an illegal access
-    with torch.autocast(device_type=points.device.type, enabled=False), torch.cuda.device_of(points):
-        if engine == "sklearn":
-            return sklearn_labels(points, lengths, clusters, seed)
-        return torch_labels(points, lengths, clusters, seed)
+    labels = yield from (sklearn_labels if engine == "sklearn" else torch_labels)(points, lengths, clusters, seed)
+    return labels
 
 
 def _check(

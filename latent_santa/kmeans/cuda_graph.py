@@ -8,6 +8,9 @@ from functools import lru_cache
 
 import torch
 
+# calls from which on a capture takes no longer than it saves
+LEAST_CALLS = 4
+
 
 @lru_cache
 def _capture_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
@@ -23,16 +26,17 @@ class GraphedStep:
     """A step that is called many times on the same tensors.
 
     On CUDA the second call captures it in a graph, which that call and all later ones launch: the step's kernels are
-    shorter than their launches one by one. Everything that changes must change in place.
+    shorter than their launches one by one. Everything that changes must change in place. Of few ``calls``, where the
+    caller knows their number, none is captured.
     """
 
-    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
-        self.step, self.device = step, device
+    def __init__(self, step: Callable[[], None], device: torch.device, calls: int = LEAST_CALLS) -> None:
+        self.step, self.device, self.pays = step, device, calls >= LEAST_CALLS
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = False
 
     def __call__(self) -> None:
-        if self.device.type != "cuda" or not self.warm:
+        if self.device.type != "cuda" or not (self.warm and self.pays):
             self.step()  # libraries that initialise themselves at first use must not do so in a capture
             self.warm = True
             return

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from ..in_parts import Work
 from .cuda_graph import GraphedStep
 from .distances import center_factors, copies_of, nearest_centers, products, write_centers
 from .draws import MINIBATCH_STREAM, draw, generator
@@ -86,10 +87,10 @@ class Fit:
         self.running = self.running & (self.stale < MAX_NO_IMPROVEMENT) & (step < self.steps)
 
 
-def fit_centers(table: Tensor, centers: Tensor, real: Tensor, length: Tensor, k: Tensor, seed: int) -> Tensor:
+def fit_centers(table: Tensor, centers: Tensor, real: Tensor, length: Tensor, k: Tensor, seed: int) -> Work[Tensor]:
     """Minibatch updates of ``centers`` (Q, k, D) until every problem has stopped; arguments as in :class:`Fit`.
 
-    table: (Q, N, W) as of :func:`row_factors`. The host waits for the device only after the first steps.
+    table: (Q, N, W) as of :func:`row_factors`. The host reads from the device behind a part.
     """
     problems, rows, _ = table.shape
     device, width, copies = table.device, centers.shape[2], copies_of(table)
@@ -135,14 +136,19 @@ def fit_centers(table: Tensor, centers: Tensor, real: Tensor, length: Tensor, k:
         block = draw((STEPS_PER_CHECK, BATCH_SIZE), source)[:, :slots]
         return block.pin_memory().to(device, non_blocking=True) if table.is_cuda else block
 
-    advance = GraphedStep(lambda: fit.in_place(minibatch), device)
+    advance, made, most = GraphedStep(lambda: fit.in_place(minibatch), device), 0, MAX_EPOCHS * rows // slots
     block = uniforms()
     while True:
         for part in block:
             draws.copy_(part)
             advance()
+            made += 1
+            if made == 1:
+                yield 1 / most  # launched one by one; the next one is captured
+        running = fit.running.any()
         block = uniforms()  # drawn while the device works
-        if not fit.running.any():
+        yield min(made / most, 1.0)
+        if not running:
             return fit.centers
 
 

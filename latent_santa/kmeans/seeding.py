@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..in_parts import Work
 from ..integers import ceil_div
 from .cuda_graph import GraphedStep
 from .distances import opposite_factors, products
@@ -38,24 +39,22 @@ def _host_draws(
     lengths: list[int], sizes: list[int], clusters: list[int], places: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """The init subset (Q, n) int64, and uniforms (Q, places, T) float64 by which candidates are drawn."""
-    subset = torch.zeros(len(sizes), max(sizes), dtype=torch.int64)
-    draws = torch.zeros(len(sizes), places, trials(max(clusters)), dtype=torch.float64)
-    alike: dict[tuple[int, int], int] = {}  # problems of one length and cluster number have the same draws
-    for q, (length, size, cluster) in enumerate(zip(lengths, sizes, clusters, strict=True)):
-        first = alike.setdefault((length, cluster), q)
-        if first < q:
-            subset[q], draws[q] = subset[first], draws[first]
-            continue
+    problems = list(zip(lengths, sizes, clusters, strict=True))
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(problems))}  # alike ones have the same draws
+    subset = torch.zeros(len(kinds), max(sizes), dtype=torch.int64)
+    draws = torch.zeros(len(kinds), places, trials(max(clusters)), dtype=torch.float64)
+    for (length, size, cluster), q in kinds.items():
         if size == length:
             subset[q, :size] = torch.arange(size)
         else:
             subset[q, :size] = (draw((size,), generator(seed, INIT_STREAM)) * length).long()
         shape = (cluster, trials(cluster))
         draws[q, :cluster, : shape[1]] = draw(shape, generator(seed, SEEDING_STREAM))
-    return subset, draws
+    own = torch.tensor([kinds[problem] for problem in problems])
+    return subset[own], draws[own]
 
 
-def seed_centers(table: Tensor, width: int, lengths: list[int], clusters: list[int], seed: int) -> Tensor:
+def seed_centers(table: Tensor, width: int, lengths: list[int], clusters: list[int], seed: int) -> Work[Tensor]:
     """Greedy k-means++ on the init subset: centers (Q, k, D) float32. Nothing in the loop waits for the device.
 
     Args:
@@ -121,7 +120,10 @@ def seed_centers(table: Tensor, width: int, lengths: list[int], clusters: list[i
         chosen.index_copy_(1, place, torch.cat(added, dim=1))
         place.add_(at_once)
 
-    add = GraphedStep(add_centers, device)
-    for _ in range(1, places, at_once):
+    calls = ceil_div(k - 1, at_once)
+    add = GraphedStep(add_centers, device, calls)
+    yield 0.0
+    for call in range(calls):
         add()
+        yield (call + 1) / calls
     return right.index_select(0, chosen[:, :k].flatten())[:, :width].reshape(problems, k, width).float()

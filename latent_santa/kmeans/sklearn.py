@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..in_parts import Work
 from .rules import BATCH_SIZE, MAX_EPOCHS, MAX_NO_IMPROVEMENT, REASSIGNMENT_RATIO, refuse_nonfinite
 
 
-def sklearn_labels(points: Tensor, lengths: list[int], clusters: list[int], seed: int) -> Tensor:
+def sklearn_labels(points: Tensor, lengths: list[int], clusters: list[int], seed: int) -> Work[Tensor]:
     """Labels ``(Q, N)`` int64 of ``points (Q, N, D)``, -1 from ``lengths[q]`` on; arguments as in ``minibatch_kmeans``.
+    A part is one problem.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -23,6 +25,8 @@ def sklearn_labels(points: Tensor, lengths: list[int], clusters: list[int], seed
         ) from error
     labels = torch.full(points.shape[:2], -1, dtype=torch.int64)
     for q, (length, k) in enumerate(zip(lengths, clusters, strict=True)):
+        if q:
+            yield q / len(lengths)
         rows = points[q, :length].to(device="cpu", dtype=torch.float32)
         if not torch.linalg.vector_norm(rows, dim=-1).square().isfinite().all():
             refuse_nonfinite(q)

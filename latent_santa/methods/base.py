@@ -71,6 +71,7 @@ class Method:
         member: Tensor,
         config: SantaConfig,
         bound: int | None = None,
+        parents: list[Tensor] | None = None,
     ) -> Iterable[Teams | None]:
         """Group a span of rows, for several layers at once.
 
@@ -79,8 +80,9 @@ class Method:
             rows: each layer's N rows of the span.
             member: ``(B, N)`` bool, rows to group.
             config: the settings.
-            bound: contiguous parents that no sequence has more of, for a span of generated rows: the host then need not
-                wait for the device to learn how many teams there are.
+            bound: parents that no sequence has more of, for a span of generated rows: the host then need not wait for
+                the device to learn how many teams there are.
+            parents: each layer's, where they were formed before.
 
         Returns:
             Each layer's team records; None for a method that has none.

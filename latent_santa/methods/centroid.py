@@ -45,6 +45,8 @@ class Centroid(SantaPlusPlus):
         member: Tensor,
         config: SantaConfig,
         bound: int | None = None,
+        parents: list[Tensor] | None = None,
     ) -> Iterable[Teams | None]:
-        parents = form_parents(list(points), rows, member, config)
+        if parents is None:
+            parents = form_parents(list(points), rows, member, config)
         return (build_centroids(layer, formed, bound) for layer, formed in zip(rows, parents, strict=True))

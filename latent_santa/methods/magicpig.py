@@ -70,6 +70,7 @@ class MagicPIG(Method):
         member: Tensor,
         config: SantaConfig,
         bound: int | None = None,
+        parents: list[Tensor] | None = None,
     ) -> Iterable[Teams | None]:
         """One record per row: its signature, and the length of its centred key. The mean key is its parent's."""
         rank, count = member.long().cumsum(-1) - 1, member.sum(-1, keepdim=True)

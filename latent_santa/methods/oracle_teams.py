@@ -42,9 +42,10 @@ class OracleTeams(TopTeams):
         member: Tensor,
         config: SantaConfig,
         bound: int | None = None,
+        parents: list[Tensor] | None = None,
     ) -> Iterable[Teams | None]:
         """SANTA++'s teams, without the routing keys that this method never reads."""
-        for teams in super().build(points, rows, member, config, bound):
+        for teams in super().build(points, rows, member, config, bound, parents):
             assert teams is not None
             yield replace(teams, routing_keys=())
 

@@ -47,6 +47,7 @@ class Pages(Method):
         member: Tensor,
         config: SantaConfig,
         bound: int | None = None,
+        parents: list[Tensor] | None = None,
     ) -> Iterable[Teams | None]:
         spans = contiguous_parents(member, config.parent_size)
         for part, layer in zip(points, rows, strict=True):

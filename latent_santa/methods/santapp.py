@@ -86,9 +86,11 @@ class SantaPlusPlus(Method):
         member: Tensor,
         config: SantaConfig,
         bound: int | None = None,
+        parents: list[Tensor] | None = None,
     ) -> Iterable[Teams | None]:
         """Algorithm 3 or 4, then Algorithm 2; for two stages also what is kept of the parents."""
-        parents = form_parents(list(points), rows, member, config)
+        if parents is None:
+            parents = form_parents(list(points), rows, member, config)
         for part in _stackable(points):
             # one pass over many layers: a pass per layer would be too short to fill a GPU
             formed, layers = parents[part], rows[part]
