@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .teams import Room, Teams
+
+Write = Callable[[Tensor, Tensor], Any]
 
 
 def with_room(teams: Teams, spans: int, parent_size: int, per_parent: int, even: bool = True) -> Teams:
@@ -91,23 +94,24 @@ def append_(records: Sequence[Teams], new: Sequence[Teams], start: int, spans: i
     teams_of_rows = torch.where(own >= 0, own + count[..., None], -1)
     representative = torch.stack([teams.representative for teams in new])
     representative = torch.where(representative >= 0, representative + start, -1)
-    for layer, (teams, later) in enumerate(zip(records, new, strict=True)):
+    writers = _writers(place)
+    parts = zip(records, new, writers, teams_of_rows.unbind(), representative.unbind(), strict=True)
+    for teams, later, write, owners, rows in parts:
         room = teams.room
         assert room is not None and has_room(teams, spans) and start >= room.rows
         assert later.M == width <= spans * room.per_parent and start + length <= teams.length
-        write = _writer(place[layer])
-        teams.team_of_row[..., start : start + length] = teams_of_rows[layer]
+        teams.team_of_row[..., start : start + length] = owners
         write(teams.sizes, later.sizes)
-        write(teams.representative, representative[layer])
+        write(teams.representative, rows)
         for part, more in zip(teams.routing_keys, later.routing_keys, strict=True):
             part.write_(more, write)
         room.rows, room.teams, room.filled = start + length, room.teams + width, room.filled + spans
     if records[0].parents is not None:
-        _append_parents(records, new, place)
+        _append_parents(records, new, writers)
     torch._foreach_add_([teams.count for teams in records], [teams.count for teams in new])
 
 
-def _append_parents(records: Sequence[Teams], new: Sequence[Teams], teams_at: Tensor) -> None:
+def _append_parents(records: Sequence[Teams], new: Sequence[Teams], write_teams: list[Write]) -> None:
     pairs = [(old.parents, later.parents) for old, later in zip(records, new, strict=True)]
     known = [(old, later) for old, later in pairs if old is not None and later is not None]
     assert len(known) == len(pairs)
@@ -115,27 +119,27 @@ def _append_parents(records: Sequence[Teams], new: Sequence[Teams], teams_at: Te
     place = count.long()[..., None] + torch.arange(width, device=count.device)
     of_team = torch.stack([later.of_team for _, later in known])
     of_team = torch.where(of_team >= 0, of_team + count[..., None], -1)
-    for layer, (old, later) in enumerate(known):
-        write = _writer(place[layer])
-        _writer(teams_at[layer])(old.of_team, of_team[layer])
+    parts = zip(records, known, _writers(place), write_teams, of_team.unbind(), strict=True)
+    for teams, (old, later), write, write_team, owners in parts:
+        write_team(old.of_team, owners)
         write(old.sizes, later.sizes)
         for part, more in zip(old.keys, later.keys, strict=True):
             part.write_(more, write)
         for spread, other in zip(old.spread, later.spread, strict=True):
             write(spread, other)
-        room = records[layer].room
+        room = teams.room
         assert room is not None
         room.parents += width
     torch._foreach_add_([old.count for old, _ in known], [later.count for _, later in known])
 
 
-def _writer(place: Tensor) -> Callable[[Tensor, Tensor], None]:
-    """What writes a tensor's teams at ``place (B, G, M)`` of another's; padding teams land behind, where room is."""
+def _writers(places: Tensor) -> list[Write]:
+    """What writes a layer's teams at its ``places (layers, B, G, M)``; padding teams land behind, where room is."""
 
-    def write(into: Tensor, new: Tensor) -> None:
-        into.scatter_(2, place if new.dim() == 3 else place[..., None].expand_as(new), new)
+    def writer(place: Tensor, wide: Tensor) -> Write:
+        return lambda into, new: into.scatter_(2, place if new.dim() == 3 else wide.expand_as(new), new)
 
-    return write
+    return [writer(*both) for both in zip(places.unbind(), places[..., None].unbind(), strict=True)]
 
 
 # the last one made: layers that were built together share their list, which is long

@@ -120,11 +120,19 @@ class Teams:
     def split(self, parts: int) -> list[Teams]:
         """Records of ``parts`` equal stretches of the batch, as views."""
         size = self.count.shape[0] // parts
+        cut: list[tuple[Tensor, ...]] = []  # every tensor, in the order of _mapped
 
-        def part(number: int) -> Teams:
-            return self._mapped(lambda tensor: tensor[number * size : (number + 1) * size])
+        def keep(tensor: Tensor) -> Tensor:
+            cut.append(tensor.split(size))
+            return tensor
 
-        return [part(number) for number in range(parts)]
+        self._mapped(keep)
+
+        def part(stretch: tuple[Tensor, ...]) -> Teams:
+            pieces = iter(stretch)
+            return self._mapped(lambda _: next(pieces))
+
+        return [part(stretch) for stretch in zip(*cut, strict=True)]
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Teams:
         """The records with ``change`` applied to every tensor's batch."""

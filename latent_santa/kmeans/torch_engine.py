@@ -70,16 +70,16 @@ def cluster_group(points: Tensor, lengths: list[int], clusters: list[int], seed:
     norms = torch.cat([part.float().square().sum(-1) for part in points.split(at_once)]).masked_fill_(padding, 0.0)
     finite = norms.isfinite().all(1)
     sound = finite.all()
-    yield 0.05  # what the host reads behind a part, the device has had the time to compute
+    yield 0.1  # what the host reads behind a part, the device has had the time to compute
     if not sound:
         refuse_nonfinite(first + int(finite.long().argmin()))
 
     if points.dtype == torch.float16 and not 1.0 <= float(norms.max()) <= LARGEST_HALF_NORM:
         points = points.float()  # float16 could not hold the norms, or not precisely
     table = row_factors(points, norms)
-    centers = yield from share_of(seed_centers(table, points.shape[2], lengths, clusters, seed), 0.05, 0.15)
+    centers = yield from share_of(seed_centers(table, points.shape[2], lengths, clusters, seed), 0.1, 0.2)
     real = torch.arange(centers.shape[1], device=points.device) < k[:, None]
-    centers = yield from share_of(fit_centers(table, centers, real, length, k, seed), 0.15, 1.0)
+    centers = yield from share_of(fit_centers(table, centers, real, length, k, seed), 0.2, 1.0)
     facing = center_factors(centers, real, table)
     copies = copies_of(table)
     parts = (torch.cat([part] * copies, dim=-1) for part in table.split(BATCH_SIZE, dim=1))
