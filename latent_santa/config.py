@@ -94,8 +94,9 @@ class SantaConfig:
         kmeans_engine: ``"sklearn"`` is the reference, ``"torch"`` the batched engine; ``"auto"`` takes PyTorch for
             rows on a GPU.
         regroup_after: most rows that the exact suffix holds before its rows are grouped too: with contiguous parents
-            the oldest whole ones, with k-means all of them. 0 is never (the paper), which leaves a
-            long generation dense in its own rows; ``"auto"`` is :data:`latent_santa.methods.base.REGROUP_AFTER`.
+            the oldest whole ones, with k-means the oldest seven eighths, clustered in the steps in which the others
+            come. 0 is never (the paper), which leaves a long generation dense in its own rows; ``"auto"`` is
+            :data:`latent_santa.methods.base.REGROUP_AFTER`.
         routing_dtype: how frozen routing keys are kept: in the cache's dtype (``"model"``), or in ``"int8"`` or
             ``"int4"`` codes (:mod:`latent_santa.routing_keys`), which routing then reads. Queries are coded for it too,
             in 14 bits. The sums stay unbiased.

@@ -41,6 +41,8 @@ GROUPINGS = [
     for parents in ("contiguous", "kmeans")
     for estimator in ("per_head", "pooled")
 ]
+# generated rows are clustered in the step before they come to the records
+CLUSTERED = {"parents": "kmeans", "parent_size": 4, "regroup_after": 8}
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"routing": "two_stage", "estimator": "per_head"}),
     ("deepseek_v2", {"routing": "two_stage", "estimator": "pooled"}),
@@ -143,7 +145,7 @@ def main(rank: int, folder: Path) -> None:
     models = {name: spread_model(whole_model(name), folder / name) for name in MODELS}
     found: dict[str, Any] = {name: seen(models[model], settings) for name, (model, settings) in CASES.items()}
     # where processes would cluster otherwise, the first one's teams are everybody's
-    found["other seeds"] = seen(models["deepseek_v2"], {"parents": "kmeans", "kmeans_seed": rank})
+    found["other seeds"] = seen(models["deepseek_v2"], {**CLUSTERED, "kmeans_seed": rank})
     found["exchanges"] = exchanges(rank, device)
     gathered = spread_model(whole_model("qwen2"), folder / "qwen2", "qkv")
     found["gathered"] = seen(gathered, {"estimator": "pooled"})

@@ -225,7 +225,7 @@ def test_caches_in_turn_do_not_disturb_each_other(latent):
 
 @pytest.mark.parametrize("change", ["copied", "settings", "inference mode"])
 def test_what_comes_in_between_changes_nothing(latent, change):
-    with latent_santa.patch(latent, **CLUSTERED) as santa:
+    with latent_santa.patch(latent, **CLUSTERED, kmeans_engine="torch") as santa:
         wanted, cache = fed(latent, pending(latent), 9), pending(latent)
         making = cache.layers[0].coming.making
         if change == "settings":

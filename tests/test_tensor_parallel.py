@@ -13,7 +13,7 @@ pytest.importorskip("torch.distributed.tensor")
 from latent_santa.eval.cli import main
 
 from .eval_support import results
-from .spread_worker import CASES, MODELS, RULER, check, seen, two_processes, whole_model
+from .spread_worker import CASES, CLUSTERED, MODELS, RULER, check, seen, two_processes, whole_model
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_two_processes_give_what_one_gives(name: str, models: dict[str, Any], bo
 
 
 def test_teams_are_the_first_processs(models: dict[str, Any], both: list[dict[str, Any]]) -> None:
-    first, other = (seen(models["deepseek_v2"], {"parents": "kmeans", "kmeans_seed": seed}) for seed in (0, 1))
+    first, other = (seen(models["deepseek_v2"], {**CLUSTERED, "kmeans_seed": seed}) for seed in (0, 1))
     assert first["scores"] != other["scores"]
     for two in both:
         check(two["other seeds"], first)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..config import SantaConfig
 
 # what regroup_after="auto" is: RULER's answers, of at most 128 tokens, read what they read in the paper; k-means, which
-# waits for the device, runs half as often
+# takes more steps, runs half as often
 REGROUP_AFTER = {"contiguous": 128, "kmeans": 256}
 
 Choose = Callable[[DecodeStep, Sampling], Backend]
