@@ -65,14 +65,15 @@ def main(out):
     found = facts(device, weights="random", shape=SHAPE, layers=config.num_hidden_layers, context=context)
     filled, results = {}, []
     for entry in os.environ.get("PLAN", PLAN).split(","):
-        batch, parents, when, runs = entry.split(":")
-        batch = int(batch)
+        size, parents, when, runs = entry.split(":")
+        batch = int(size)
         collect(torch.device(device))
         if batch not in filled:
             filled[batch] = filled_by_drawing(model, batch, context, steps + 64)
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(config.vocab_size, (batch, context + 1), generator=generator).to(device)
-        santa.configure(SantaConfig(parents=parents, budget=128, regroup_after=0 if when == "never" else "auto"))
+        after = 0 if when == "never" else "auto"
+        santa.configure(SantaConfig.from_dict({"parents": parents, "budget": 128, "regroup_after": after}))
         control.due = regrouping.due = DUE.get(when, DUE["ahead"])
         cache = filled[batch].for_patched()
         for run in range(int(runs)):  # the first compiles and captures
