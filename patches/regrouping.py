@@ -34,6 +34,9 @@ LEAST_ROOM = 256  # rows
 # teams are made in the last of so many parts of the suffix's steps: contiguous ones in 8 before it holds 128 rows,
 # k-means ones in 32 before it holds 256
 SHARES = {"contiguous": 16, "kmeans": 8}
+# kinds of device on which the first use of a kernel loads it, and that of a library reserves memory
+SLOW_AT_FIRST = ("cuda",)
+_rehearsed: set[tuple[Any, ...]] = set()
 
 
 class Making:
@@ -145,7 +148,8 @@ def regroup_generated(
         layer.ahead = min(after // SHARES[form], after - size) if after else 0
     if not after:
         return
-    _make_room(layers, config)
+    if _make_room(layers, config):
+        _rehearse(layers, adapters, visible, config)
     jobs: dict[tuple[Any, ...], list[int]] = {}
     for n, layer in enumerate(layers):
         if due(layer):
@@ -155,10 +159,7 @@ def regroup_generated(
     for (_, start, rows, _), numbers in jobs.items():
         theirs, own = [layers[n] for n in numbers], [adapters[n] for n in numbers]
         if not _continues(theirs, visible, rows >= after, config):
-            taken = max(rows, after) - theirs[0].ahead
-            if form == "contiguous":
-                taken = size * ceil_div(max(rows - after, 0) + 1, size)
-            making = Making(theirs, own, visible, (start, start + taken), config)
+            making = Making(theirs, own, visible, (start, start + _taken(theirs[0], rows, config)), config)
             for place, layer in enumerate(theirs):
                 layer.coming = Coming(making, place)
         making = theirs[0].coming.making
@@ -171,6 +172,45 @@ def regroup_generated(
             for layer in theirs:
                 layer.coming = None
             raise
+
+
+def _taken(layer: TeamLayer, rows: int, config: SantaConfig) -> int:
+    """How many of the ``rows`` of a suffix, or of those it will have when it is full, become teams together."""
+    if METHODS[config.method].parents(config) == "contiguous":
+        return config.parent_size * ceil_div(max(rows - layer.limit, 0) + 1, config.parent_size)
+    return max(rows, layer.limit) - layer.ahead
+
+
+def _rehearse(
+    layers: Sequence[TeamLayer], adapters: Sequence[Adapter], visible: Tensor | None, config: SantaConfig
+) -> None:
+    """Make teams and write them into records that nobody keeps, once per process, device and shape.
+
+    The first regrouping of a process took 17 ms of one step, in which PyTorch loaded the kernels that write; a call
+    that makes room for generated rows, mostly a prompt's, is long anyway. Where the cache has no room for as many rows
+    as regrouping begins with, nothing is rehearsed: most likely the generation is short.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for n, layer in enumerate(layers):
+        enough = 0 < layer.limit - layer.ahead <= layer.room - layer.grouped.stop
+        if enough and layer.keys.device.type in SLOW_AT_FIRST:
+            shapes = [(part.shape[:2], part.shape[3], part.dtype) for part in (layer.keys, layer.values)]
+            stop = min(layer.grouped.stop, layer.get_seq_length())  # a prompt's last row may be held back
+            alike.setdefault((layer.keys.device, stop, *shapes), []).append(n)
+    for (device, stop, *shapes), numbers in alike.items():
+        theirs, own = [layers[n] for n in numbers], [adapters[n] for n in numbers]
+        taken = min(_taken(theirs[0], 0, config), stop)
+        job = (device, *shapes, len(numbers), taken, config.grouping)
+        if job in _rehearsed:
+            continue
+        making = Making(theirs, own, visible, (stop - taken, stop), config)
+        making.advance(math.inf)
+        assert making.teams is not None
+        made, spans = agreed(making.teams, own[0], device), _parents_of(taken, config)
+        records = [_with_room(coded_like(teams, None, config), spans, config) for teams in made]
+        new = [coded_like(teams, old, config) for teams, old in zip(made, records, strict=True)]
+        append_(records, new, taken, spans)
+        _rehearsed.add(job)
 
 
 def _continues(layers: Sequence[TeamLayer], visible: Tensor | None, full: bool, config: SantaConfig) -> bool:
@@ -215,11 +255,14 @@ def _come(layers: Sequence[TeamLayer], adapters: Sequence[Adapter], config: Sant
         layer.grouped, layer.coming = replace(layer.grouped, stop=stop, seen=seen), None
 
 
-def _make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> None:
-    """Give records room for the teams of all rows that the cache may hold before it moves."""
+def _make_room(layers: Sequence[TeamLayer], config: SantaConfig) -> bool:
+    """Give records room for the teams of all rows that the cache may hold before it moves. Whether some had none."""
+    copied = False
     for layer in layers:
         if layer.limit and layer.room > layer.grouped.stop:
-            _roomy(layer, _parents_of(layer.room - layer.grouped.stop, config), config)
+            held = layer.grouped.teams
+            copied |= _roomy(layer, _parents_of(layer.room - layer.grouped.stop, config), config) is not held
+    return copied
 
 
 def _parents_of(rows: int, config: SantaConfig) -> int:
@@ -235,10 +278,13 @@ def _roomy(layer: TeamLayer, spans: int, config: SantaConfig) -> Teams:
     teams = layer.grouped.teams
     assert teams is not None, "nothing is grouped yet"
     if not has_room(teams, spans):
-        method = METHODS[config.method]
         rows = max(LEAST_ROOM, teams.covered // 8)
-        most = max(spans, ceil_div(rows, config.parent_size))
-        even = method.parents(config) == "contiguous"
-        teams = with_room(teams, most, config.parent_size, method.per_parent(config), even)
+        teams = _with_room(teams, max(spans, ceil_div(rows, config.parent_size)), config)
         layer.grouped = replace(layer.grouped, teams=teams)
     return teams
+
+
+def _with_room(teams: Teams, spans: int, config: SantaConfig) -> Teams:
+    method = METHODS[config.method]
+    even = method.parents(config) == "contiguous"
+    return with_room(teams, spans, config.parent_size, method.per_parent(config), even)

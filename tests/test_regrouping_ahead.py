@@ -265,6 +265,63 @@ def test_a_generation_that_ends_before_leaves_its_rows_exact(latent):
         assert [row[2] for row in per_step(santa)] == list(range(31))
 
 
+@pytest.fixture
+def written(monkeypatch):
+    """Lets a CPU be slow at the first use of a kernel; the shapes of the teams that are written into records."""
+    calls, append = [], regrouping.append_
+
+    def shapes(teams):
+        keys = tuple((type(part), part.shape[0], *part.shape[3:]) for part in teams.routing_keys)
+        parents = None if teams.parents is None else teams.parents.sizes.shape
+        return teams.sizes.shape, teams.team_of_row.shape, keys, parents, teams.count.dtype
+
+    def noted(records, new, start, spans):
+        calls.append((len(records), spans, *map(shapes, new)))
+        append(records, new, start, spans)
+
+    monkeypatch.setattr(regrouping, "SLOW_AT_FIRST", ("cpu",))
+    monkeypatch.setattr(regrouping, "_rehearsed", set())
+    monkeypatch.setattr(regrouping, "append_", noted)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "qwen2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        AHEAD,
+        {**AHEAD, **TWO_STAGE, "routing_dtype": "int8"},
+        {**CLUSTERED, "kmeans_engine": "torch"},
+        {**CLUSTERED, "regroup_after": 64},  # more rows than the prompt has
+    ],
+)
+def test_a_prompts_call_rehearses_what_steps_do_first(kind, settings, written, monkeypatch):
+    """Teams of the same shapes are written before the first step, once per shape, and nothing else changes."""
+    model = tiny_model(kind)
+    ids, steps = prompt(50), settings["regroup_after"] + 10
+    with latent_santa.patch(model, **settings) as santa:
+        with monkeypatch.context() as changed:
+            changed.setattr(regrouping, "SLOW_AT_FIRST", ())
+            wanted, counts = generate(model, ids, steps), per_step(santa)
+        real = len(written)
+        assert real and not regrouping._rehearsed
+        santa.reset()
+        found = generate(model, ids, 1)
+        assert len(written) == real, "nothing is rehearsed for a short generation"
+        santa.reset()
+        found = generate(model, ids, steps)
+        rehearsed = written[real : len(written) - real]
+        assert len(rehearsed) == len(regrouping._rehearsed) == 1
+        assert settings["regroup_after"] > 50 or rehearsed[0] == written[0] == written[-1]
+        assert per_step(santa) == counts
+        assert all(map(torch.equal, found.scores, wanted.scores))
+        del written[:]
+        generate(model, prompt(50, seed=1), steps)
+        assert len(written) == real, "once per shape"
+        generate(model, prompt(50, batch=2), steps)
+        assert len(written) == 2 * real + 1 and len(regrouping._rehearsed) == 2
+
+
 def test_captured_steps_go_on_beside_the_work(latent):
     ids, mask = padded([11, 30])
     found = {}
