@@ -43,17 +43,7 @@ def add_parser(subparsers: Any) -> None:
     add("--paper", action="store_true", help="Appendix E's protocol: K=31, GQA, SDPA flash, no graphs; minutes long")
     add("--workload", type=options.path, metavar="FILE", help="a workload that `bench capture` saved")
     add("--query-dtype", default="model", choices=("model", "float32"), help="float32 feeds two parts")
-    add = parser.add_argument_group("method").add_argument
-    add("--budgets", type=numbers, default="128", help="S, nominal budgets; K = S / (P / R) teams per head")
-    add("--pooled-budgets", type=numbers, help="S of the pooled estimator, where it differs from --budgets")
-    add("--estimators", type=words, default="per_head,pooled", help="of per_head, pooled")
-    add("--noise", type=words, default="independent", help="of independent, shared")
-    add("--routing", type=words, default="one_stage", help="of one_stage, two_stage")
-    add("--parents-per-head", type=numbers, default="64", help="K1 of two stages; K of --budgets is then K2")
-    add("--parent-summary", default="mean", choices=("mean", "isotropic", "diagonal"), help="of synthetic workloads")
-    add("--routing-dtypes", type=words, default="model", help="of model, int8, int4")
-    add("--parent-size", type=int, default=16, help="P of synthetic workloads")
-    add("--representatives", type=int, default=4, help="R of synthetic workloads")
+    add_sampling_options(parser)
     add = parser.add_argument_group("protocol").add_argument
     add("--modes", type=words, default="graph,stream", help="of graph (CUDA graphs) and stream (launched one by one)")
     add("--rounds", type=int, help="paired rounds: 20")
@@ -67,13 +57,29 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`sampled_settings` reads, and those of synthetic workloads' teams."""
+    numbers, words = options.values(options.positive, "128,256"), options.values(str, "a,b")
+    add = parser.add_argument_group("method").add_argument
+    add("--budgets", type=numbers, default="128", help="S, nominal budgets; K = S / (P / R) teams per head")
+    add("--pooled-budgets", type=numbers, help="S of the pooled estimator, where it differs from --budgets")
+    add("--estimators", type=words, default="per_head,pooled", help="of per_head, pooled")
+    add("--noise", type=words, default="independent", help="of independent, shared")
+    add("--routing", type=words, default="one_stage", help="of one_stage, two_stage")
+    add("--parents-per-head", type=numbers, default="64", help="K1 of two stages; K of --budgets is then K2")
+    add("--parent-summary", default="mean", choices=("mean", "isotropic", "diagonal"), help="of synthetic workloads")
+    add("--routing-dtypes", type=words, default="model", help="of model, int8, int4")
+    add("--parent-size", type=int, default=16, help="P of synthetic workloads")
+    add("--representatives", type=int, default=4, help="R of synthetic workloads")
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write it after every workload; sizes are checked before any is made."""
     from latent_santa.eval.bench.workload import load
     from latent_santa.eval.run.store import check_writable
 
     rounds = _rounds(args)
-    settings = _settings(args)
+    settings = sampled_settings(args)
     _one_of("--modes", args.modes, ("graph", "stream"))
     sizes = _sizes(args)
     if args.out:
@@ -158,7 +164,7 @@ def _one_of(option: str, given: list[str], allowed: tuple[str, ...]) -> None:
         raise EvalError(f"{option} {','.join(given)}: {unknown[0]!r} is not one of {', '.join(allowed)}")
 
 
-def _settings(args: argparse.Namespace) -> list[Setting]:
+def sampled_settings(args: argparse.Namespace) -> list[Setting]:
     """Every combination of budget, estimator, noise, stages and routing representation."""
     from latent_santa.config import SantaConfig
     from latent_santa.eval.bench.measure import Setting
