@@ -104,7 +104,7 @@ def coded_scores(
             b_both = product(held[i], codes[i], b_both)
         return whole(b_both) * b_scale[:, None] * b_unit[None, :]
     else:
-        # loaded pair by pair: all at once, they take 255 registers in place of 173
+        # loaded pair by pair: all at once, they take 255 registers instead of 173
         PAIRS: tl.constexpr = words_of_scales(D, DC, BITS)
         acc = tl.zeros((T, HB), tl.float32)
         for i in tl.static_range(PAIRS):

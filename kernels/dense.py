@@ -1,4 +1,4 @@
-"""Exact attention over every visible row, split over the rows: the dense baseline where no library's kernel is at hand.
+"""Exact attention over every visible row, split over the rows: the dense baseline where no library's kernel is there.
 
 It is what :mod:`~.attend` is without teams: rows are neighbours, no list is made, and where a sequence's rows begin and
 end is read on the device. Products of the same in PyTorch are :class:`latent_santa.dense.Products`.

@@ -21,11 +21,11 @@ def paged_route_kernel(
 ):  # fmt: skip
     """Program (i, head block) scores every ``num_programs``-th tile of T teams from the i-th on, for HB heads.
 
-    Writes what :func:`.route.route_kernel` writes, for the B requests in place of sequences. A team's key is its
+    Writes what :func:`.route.route_kernel` writes, for the B requests instead of sequences. A team's key is its
     representative's row, found through the block table ``(B, columns)`` and the records ``row, size (blocks, SLOTS)``.
     Strides are (request, 0, head) of queries, (0, 0, row) of the cache's parts.
 
-    EACH above 0: T parents of as many teams in place of teams, by their means ``(blocks SIZE / P, ...)`` in place of
+    EACH above 0: T parents of as many teams instead of teams, by their means ``(blocks SIZE / P, ...)`` instead of
     ``latents`` and ``rotary``; ``size`` is then P. Also clears ``union (B, MP / 32)`` and the flags of their teams,
     ``team_flags (B, WORDS, TEAMS_PADDED)``.
     """

@@ -1,6 +1,6 @@
 """A router that takes the softmax of its logits and the largest probabilities, for the few tokens of a decoding step.
 
-Two launches in place of two casts, a product in parts, a softmax and a selection, each of which is shorter than the
+Two launches instead of two casts, a product in parts, a softmax and a selection, each of which is shorter than the
 time between launches.
 """
 

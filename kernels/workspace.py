@@ -29,7 +29,7 @@ from .plan import (
     tiles,
 )
 
-# plans kept; prompts of all lengths would otherwise add to them for ever
+# plans kept; prompts of all lengths would otherwise add to them forever
 MOST_PLANS = 4096
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 _OWN = threading.local()

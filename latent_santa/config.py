@@ -63,6 +63,9 @@ def choices() -> dict[str, tuple[str, ...]]:
 class SantaConfig:
     """Settings of SANTA++ and of the methods it is compared with.
 
+    A method refuses settings that it does not use, so that none is given in vain. ``"dense"`` alone takes them all, and
+    keeps them for the method that comes next.
+
     Attributes:
         method: a name in :data:`latent_santa.methods.METHODS`: ``"santa++"`` samples teams by their representatives
             (Algorithm 1); ``"santa"`` scans every key and draws rows with replacement; ``"gumbel_rows"`` scans every
@@ -106,7 +109,8 @@ class SantaConfig:
             ``"dense"`` keeps the prefill's own logits for the first generated token (Appendix A).
 
     Raises:
-        ValueError: a field has a wrong type or value; the message names field, value and rule.
+        ValueError: a field has a wrong type or value, or differs from its default and is none of the method's; the
+            message names field, value and rule.
     """
 
     method: str = "santa++"
@@ -148,8 +152,17 @@ class SantaConfig:
             raise ValueError(f"seed={self.seed}: must be below 2**64")
         if self.kmeans_seed >= 2**32:
             raise ValueError(f"kmeans_seed={self.kmeans_seed}: must be below 2**32 (scikit-learn's range)")
-        self._check_regrouping()
         method = METHODS[self.method]
+        unused = self._unused()
+        if unused and method.sampled:
+            name = unused[0]
+            users = [other.name for other in METHODS.values() if name in other.settings]
+            raise ValueError(
+                f"{name}={getattr(self, name)!r}: method {self.method!r} does not use it; {', '.join(users)} "
+                f"{'do' if len(users) > 1 else 'does'}: leave it out, or take over what the method uses with "
+                f"config.for_method({self.method!r})"
+            )
+        self._check_regrouping()
         method.check(self)
         most = method.regroup_after(self)
         if most and self.exact_last >= most and "exact_last" in method.settings:
@@ -170,7 +183,7 @@ class SantaConfig:
                 f'regroup_after={after}: must be 0 (never) or "auto" with parents="probes", which clusters by queries '
                 "of the prompt's prefill"
             )
-        if after != 0 and after < self.parent_size:
+        if after != 0 and METHODS[self.method].sampled and after < self.parent_size:
             raise ValueError(
                 f"regroup_after={after}: must be 0 (never) or at least P = parent_size = {self.parent_size}, since a "
                 "whole parent is grouped"
@@ -189,6 +202,23 @@ class SantaConfig:
     def used(self) -> dict[str, Any]:
         """The method and the settings that it uses, by name."""
         return {name: getattr(self, name) for name in ("method", *METHODS[self.method].settings)}
+
+    def _unused(self) -> list[str]:
+        """Fields that differ from their defaults and that the method does not use."""
+        own = ("method", *METHODS[self.method].settings)
+        return [one.name for one in fields(self) if one.name not in own and getattr(self, one.name) != one.default]
+
+    def for_method(self, method: str, **overrides: Any) -> SantaConfig:
+        """Another method with those of these settings that it uses (``"dense"``: all); the others are defaults.
+
+        Raises:
+            ValueError: there is no such method, an override is not a field or is not used, or the result breaks a rule.
+        """
+        _known(overrides)
+        if method not in METHODS or not METHODS[method].sampled:
+            return replace(self, **{"method": method, **overrides})
+        used = {name: getattr(self, name) for name in METHODS[method].settings}
+        return SantaConfig(**{"method": method, **used, **overrides})
 
     def with_overrides(self, **overrides: Any) -> SantaConfig:
         """Return a checked copy with some fields changed.

@@ -149,7 +149,7 @@ class CudnnAttention(Operator):
 
     def reason_not(self, step: DecodeStep, seen: Seen | None) -> str | None:
         if seen is None:
-            return "it plans anew for every number of rows, which takes longer than a step"
+            return "it plans again for every number of rows, which takes longer than a step"
         return _no_latents(step) or _no_half(step)
 
     def attend(self, step: DecodeStep, seen: Seen | None) -> tuple[Tensor, Tensor]:

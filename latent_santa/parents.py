@@ -106,7 +106,7 @@ def form_parents(points: list[Tensor], rows: Sequence[Rows], member: Tensor, con
     """Parent partitions of several layers by the configured method; see the two functions above for shapes.
 
     Args:
-        rows: of each layer; with ``parents="probes"`` their fingerprints are clustered in place of the points.
+        rows: of each layer; with ``parents="probes"`` their fingerprints are clustered instead of the points.
     """
     if config.parents == "contiguous":
         spans = contiguous_parents(member, config.parent_size)

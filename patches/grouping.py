@@ -175,7 +175,7 @@ def _extended(old: Grouped, new: Grouped, teams: Teams | None, start: int, confi
 
 def coded_like(teams: Teams, earlier: Teams | None, config: SantaConfig) -> Teams:
     """The teams with what routing reads in the configured representation, like ``earlier`` teams of the layer."""
-    # what other methods keep in place of routing keys may be no keys at all
+    # what other methods keep instead of routing keys may be no keys at all
     routing_dtype = config.used().get("routing_dtype", "model")
     if routing_dtype == "model":
         return teams

@@ -38,7 +38,7 @@ def patch(
     Args:
         model: a native transformers causal language model (or its base model) with MLA or GQA attention.
         config: settings; default :class:`SantaConfig`.
-        preset: ``"paper"``, ``"recommended"`` or ``"many_heads"`` settings in place of ``config``
+        preset: ``"paper"``, ``"recommended"`` or ``"many_heads"`` settings instead of ``config``
             (:meth:`SantaConfig.preset`).
         graphs: ``"auto"`` captures a decoding step on a CUDA device as one graph and replays it for the tokens that
             follow, with the same result; a step that cannot be captured runs launch by launch, and ``report()`` says

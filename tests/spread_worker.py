@@ -23,7 +23,7 @@ import torch
 import latent_santa
 from latent_santa.eval import cli
 
-from .tiny_models import generate, padded, tiny_model
+from .tiny_models import generate, padded, settings_for, tiny_model
 
 RULER = "ruler --model builtin:tiny --tasks multivalue --prompts 1 --length 300 --budgets 16 --estimators pooled"
 RULER += " --parents contiguous --floor 0 --no-plot --out"
@@ -73,7 +73,7 @@ def whole_model(name: str) -> Any:
 
 
 def seen(model: Any, settings: dict[str, Any], backend: str | None = None) -> dict[str, Any]:
-    """What a generation gives: tokens, scores, and rows by layer; ``backend`` in place of the settings'."""
+    """What a generation gives: tokens, scores, and rows by layer; ``backend`` instead of the settings'."""
     if settings.get("routing") == "two_stage":
         settings = {**settings, "parents_per_head": 3}
     # Triton's interpreter takes its time, and generated rows are grouped once there are enough
@@ -81,7 +81,7 @@ def seen(model: Any, settings: dict[str, Any], backend: str | None = None) -> di
     ids, mask = padded([32] if interpreted else [60, 41])
     settings = {**settings, "backend": backend or settings.get("backend", "auto")}
     ids, mask = ids.to(model.device), mask.to(model.device)
-    with latent_santa.patch(model, **{**SMALL, **settings}) as santa:
+    with latent_santa.patch(model, settings_for(**{**SMALL, **settings})) as santa:
         santa.shadow = True
         output = generate(model, ids, 1 if interpreted else new, attention_mask=mask)
         return {

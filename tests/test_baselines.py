@@ -261,24 +261,6 @@ def test_a_batch_is_as_alone(model, method):
 
 
 @pytest.mark.parametrize("method", BASELINES)
-def test_settings_that_a_method_does_not_list_change_nothing(model, method):
-    other = {"estimator": "pooled", "noise": "shared", "representatives": 4, "routing": "two_stage", "seed": 5,
-             "parents_per_head": 2, "draws": "systematic", "routing_dtype": "int8", "parents": "kmeans"}  # fmt: skip
-    unused = {name: value for name, value in other.items() if name not in METHODS[method].settings}
-    assert unused
-    with latent_santa.patch(model, settings(method)) as santa:
-        wanted, rows = generate(model, prompt(40), 4), santa.access.as_dict()
-        santa.configure(**unused)
-        santa.reset()
-        found = generate(model, prompt(40), 4)
-        assert_same(found, wanted, 0)
-        teams = cache_of(found).layers[0].grouped.teams
-        assert teams is None or "routing" in METHODS[method].settings or teams.parents is None
-        assert santa.access.as_dict() == rows
-        assert santa.config.grouping == settings(method).grouping
-
-
-@pytest.mark.parametrize("method", BASELINES)
 def test_a_second_turn_groups_what_is_new(model, method):
     """Rows of the first answer stay exact, where the method has an exact suffix, and counts follow."""
     ids = prompt(40)

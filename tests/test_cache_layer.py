@@ -312,7 +312,7 @@ def test_settings_that_shape_teams_regroup_a_cache(model):
         step(model, cache, prompt(1))
         santa.configure(method="dense")
         step(model, cache, prompt(1))
-        santa.configure(method="gumbel_rows")
+        santa.configure(santa.config.for_method("gumbel_rows"))
         step(model, cache, prompt(1))
         assert [(r, s) for r, _, s, _ in steps(santa)] == [(12, 5), (12, 6), (28, 1), (0, 0), (57, 1)]
 

@@ -85,18 +85,24 @@ def test_options_of_two_stages_belong_to_two_stages(capsys):
         assert "are of --routing two_stage: add it, or leave them out" in capsys.readouterr().err
 
 
-def test_every_condition_sets_every_field():
-    """What a method does not use is as in the base, so nothing is left of the condition that ran before it."""
+def test_every_condition_takes_what_its_method_uses():
+    """What a method does not use is the default, so nothing is left of the condition that ran before it."""
     base = replace(DENSE, seed=5, noise="shared", kmeans_seed=2, routing_dtype="int8")
-    conditions = expand(base, list(METHODS), [128], ["pooled"], ["contiguous"], [(32, 2)], [8])
-    assert [condition.method for condition in conditions] == sorted(METHODS, key=lambda method: method != "dense")
+    dense, *conditions = expand(base, list(METHODS), [128], ["pooled"], ["contiguous"], [(32, 2)], [8])
+    assert dense == base and {condition.method for condition in conditions} == {*METHODS} - {"dense"}
     for condition in conditions:
-        own = {field for field, value in swept(condition).items() if value is not None}
-        shared = {field.name for field in fields(condition)} - own
-        assert all(getattr(condition, field) == getattr(base, field) for field in shared - {"method"})
+        used, default = METHODS[condition.method].settings, SantaConfig()
+        own = {field for field, value in swept(condition).items() if value is not None} | {"method"}
+        for name in {field.name for field in fields(condition)} - own:
+            assert getattr(condition, name) == getattr(base if name in used else default, name)
         # baselines without representatives are per head, whatever was asked for
-        used = METHODS[condition.method].settings
         assert condition.estimator == ("pooled" if {"estimator", "representatives"} <= set(used) else "per_head")
+
+
+def test_conditions_of_an_old_run_may_have_what_their_method_does_not_use():
+    old = {"method": "quest", "budget": 128, "parent_size": 16, "estimator": "per_head", "noise": "shared"}
+    (found,) = from_manifest({"conditions": [old]}, "a run")
+    assert found == SantaConfig(method="quest", budget=128)
 
 
 def test_santa_of_an_old_run_is_not_santa_of_today(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
 from latent_santa import SantaConfig
 from latent_santa.config import choices
+from latent_santa.methods import METHODS
 
 CHOICES = choices()
 
@@ -42,7 +44,8 @@ def test_choices(name, value):
 
 @pytest.mark.parametrize("name, choice", [(name, choice) for name, all_of in CHOICES.items() for choice in all_of])
 def test_every_choice_is_accepted(name, choice):
-    assert getattr(SantaConfig(**{name: choice}), name) == choice
+    method = {} if name == "method" else {"method": "santa" if name == "draws" else "santa++"}
+    assert getattr(SantaConfig(**method, **{name: choice}), name) == choice
 
 
 @pytest.mark.parametrize("name", INTEGERS)
@@ -87,7 +90,9 @@ def test_rules_name_field_value_and_rule(overrides, given, rule):
         {"parent_size": 1, "representatives": 1, "budget": 1},
         {"method": "santa", "budget": 511},
         {"method": "dense", "budget": 511},
-        {"method": "centroid", "budget": 17, "representatives": 5},
+        {"method": "centroid", "budget": 17},
+        {"method": "santa", "representatives": 4},  # the default says nothing
+        {"method": "dense", "representatives": 5, "budget": 128, "draws": "systematic"},
     ],
 )
 def test_edges_that_are_allowed(overrides):
@@ -151,8 +156,36 @@ def test_grouping_changes_with_what_shapes_teams_only(base, shaping):
     config = SantaConfig(**base)
     others = {**OTHER, "parents": "kmeans"} if config.parents == "contiguous" else OTHER
     assert set(others) | {"method"} == {field.name for field in fields(SantaConfig)}
-    groupings = {name: config.with_overrides(**{name: value}).grouping for name, value in others.items()}
+    used = METHODS[config.method].settings
+    groupings = {name: config.with_overrides(**{name: others[name]}).grouping for name in used}
     assert {name for name, grouping in groupings.items() if grouping != config.grouping} == shaping
+
+
+@pytest.mark.parametrize("method", sorted(set(CHOICES["method"]) - {"dense"}))
+def test_settings_that_a_method_does_not_use_are_refused(method):
+    used = METHODS[method].settings
+    for name, value in OTHER.items():
+        if name not in used:
+            with pytest.raises(ValueError, match=f"^{name}={value!r}: method '{re.escape(method)}' does not use it; "):
+                SantaConfig(method=method, **{name: value})
+    kept = SantaConfig(method="dense", **OTHER)
+    assert kept.for_method("dense") == kept and kept.with_overrides(method="dense") == kept
+    config = SantaConfig(method="dense", **OTHER).for_method(method)
+    assert config.used() == {"method": method} | {name: OTHER[name] for name in used}
+    assert SantaConfig.from_dict(config.to_dict()) == config
+
+
+def test_the_refusal_names_who_uses_the_setting():
+    with pytest.raises(
+        ValueError, match="draws='systematic': method 'quest' does not use it; santa does: leave it out"
+    ):
+        SantaConfig(method="quest", draws="systematic")
+    with pytest.raises(ValueError, match="parents='contiguous'.*take over what the method uses with config.for_method"):
+        SantaConfig(parents="contiguous").with_overrides(method="sparq")
+    with pytest.raises(ValueError, match="method='none': must be one of"):
+        SantaConfig().for_method("none")
+    with pytest.raises(ValueError, match="noise='shared': method 'quest' does not use it"):
+        SantaConfig().for_method("quest", noise="shared")
 
 
 def test_grouping_tells_methods_apart():

@@ -133,3 +133,21 @@ def test_single_settings_that_cannot_share_a_run_are_refused(tmp_path):
         conditions("--also", path)
     with pytest.raises(EvalError, match="--also nowhere.json.*presets are paper, recommended, many_heads"):
         conditions("--also", "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("methods", "option", "users"),
+    [
+        ("santa", ("--routing-dtype", "int4"), "santa\\+\\+, centroid, top_teams,"),
+        ("quest,sparq", ("--backend", "torch"), "santa\\+\\+, centroid"),
+        ("quest", ("--draws", "systematic"), "santa:"),
+        ("santa", ("--noise", "independent,shared"), "santa\\+\\+, .*uncorrected"),
+        ("dense,snapkv", ("--exact-first", "0,16"), "santa\\+\\+, centroid, uncorrected"),
+    ],
+)
+def test_options_that_no_method_of_the_run_uses_are_refused(methods, option, users):
+    with pytest.raises(EvalError, match=f"{option[0]} .* none uses it, only {users}"):
+        conditions("--methods", methods, *option)
+    # one method of the run that uses it is enough, and what all of them share says nothing of any
+    assert len(conditions("--methods", f"{methods},santa++,santa,centroid", *option)) > 3
+    assert conditions("--methods", methods, "--seed", "3") and conditions("--methods", "dense", *option)

@@ -14,7 +14,7 @@ from latent_santa.parents import contiguous_parents
 
 from .cases import frozen_teams, make_case
 from .kernel_cases import make_step, twin
-from .tiny_models import generate, prompt, tiny_model
+from .tiny_models import generate, prompt, settings_for, tiny_model
 
 OTHERS = [torch.float64, torch.bfloat16]
 
@@ -71,7 +71,7 @@ def test_generation(name, settings, other):
     small = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
     model, results = tiny_model(name), []
     for dtype in (torch.float32, other):
-        with latent_santa.patch(model, **{**small, **settings}) as santa, default(dtype):
+        with latent_santa.patch(model, settings_for(**{**small, **settings})) as santa, default(dtype):
             output = generate(model, prompt(60), 4)
             results.append((output.sequences.tolist(), torch.stack(output.scores), santa.access.totals()))
     assert_same(*results)
@@ -87,7 +87,7 @@ def test_every_method(settings, qwen2):
     small = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
     results = []
     for dtype in (torch.float32, *OTHERS):
-        with latent_santa.patch(qwen2, **{**small, **settings}) as santa, default(dtype):
+        with latent_santa.patch(qwen2, settings_for(**{**small, **settings})) as santa, default(dtype):
             output = generate(qwen2, prompt(40), 3)
             results.append((output.sequences.tolist(), torch.stack(output.scores), santa.access.totals()))
     for other in results[1:]:

@@ -128,4 +128,3 @@ def test_last_rows_fit_in_the_suffix():
     with pytest.raises(ValueError, match="exact_last=64: must be less than the 64 rows .* regroup_after"):
         latent_santa.SantaConfig(exact_last=64, regroup_after=64)
     latent_santa.SantaConfig(exact_last=64, regroup_after=0)
-    latent_santa.SantaConfig(method="quest", exact_last=64, regroup_after=64)

@@ -19,6 +19,7 @@ from .tiny_models import (
     generate,
     padded,
     prompt,
+    settings_for,
     tiny_model,
 )
 
@@ -210,7 +211,7 @@ def alone(model, santa, lengths, **kwargs):
 
 @pytest.mark.parametrize("settings", [{}, {"parents": "kmeans"}, {"method": "santa"}, {"estimator": "pooled"}])
 def test_padded_batch_is_each_sequence_alone(model, settings):
-    with latent_santa.patch(model, **{**SMALL, **settings}) as santa:
+    with latent_santa.patch(model, settings_for(**{**SMALL, **settings})) as santa:
         tokens, counts = alone(model, santa, LENGTHS)
         santa.sequence_keys = [10, 11, 12]
         santa.reset()

@@ -168,7 +168,7 @@ def test_a_second_turn_is_hashed_from_its_own_mean(model):
 
 def test_signatures_are_counted_as_shares_of_a_key(model):
     """36 of 40 rows are hashed to 8 bits: of MLA rows of 24 numbers, and of GQA keys of 8, in four bytes each."""
-    with latent_santa.patch(model, **SMALL, routing_dtype="int8") as santa:
+    with latent_santa.patch(model, **SMALL) as santa:
         generate(model, prompt(40), 3)
         totals, mla = santa.access.totals(), santa.layout == "mla"
         groups, calls = (1 if mla else 2), 2 * 3
@@ -180,12 +180,9 @@ def test_signatures_are_counted_as_shares_of_a_key(model):
         assert "K=2 bits, L=4 tables" in " ".join(santa.report().split())
 
 
-def test_settings_that_it_does_not_list_change_nothing(model):
-    other = {"routing_dtype": "int8", "budget": 64, "estimator": "pooled", "parents": "contiguous", "noise": "shared"}
+def test_another_seed_hashes_other_rows(model):
     with latent_santa.patch(model, **SMALL) as santa:
         wanted = generate(model, prompt(40), 3)
-        santa.configure(**other)
-        assert_same(generate(model, prompt(40), 3), wanted, 0)
         santa.configure(seed=1)
         assert not generate(model, prompt(40), 3).scores[0].allclose(wanted.scores[0], atol=1e-3)
 

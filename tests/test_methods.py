@@ -99,19 +99,10 @@ def test_a_backend_is_its_class_and_a_registry_line(model, monkeypatch):
         latent_santa.SantaConfig(backend="none")
 
 
-def test_settings_are_fields_and_what_is_not_used_changes_nothing(model):
+def test_settings_are_fields():
     fields = set(latent_santa.SantaConfig().to_dict())
-    other = {"estimator": "pooled", "parents": "contiguous", "noise": "shared", "representatives": 2}
     for name, method in METHODS.items():
         assert set(method.settings) < fields and method.name == name and method.about
-    for name in ("santa", "dense", "gumbel_rows"):
-        unused = {key: value for key, value in other.items() if key not in METHODS[name].settings}
-        with latent_santa.patch(model, method=name, budget=6) as santa:
-            wanted, rows = generate(model, prompt(40), 4), santa.access.as_dict()
-            santa.configure(**unused)
-            santa.reset()
-            assert_same(generate(model, prompt(40), 4), wanted, 0)
-            assert santa.access.as_dict() == rows
 
 
 # SANTA

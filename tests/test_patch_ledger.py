@@ -178,7 +178,7 @@ def test_the_ledger_of_several_generations_adds_up(model):
 
 def test_calls_of_different_cost_stay_in_order(model):
     """SANTA's key scan and a dense verification are counted in other units; both keep their place among the calls."""
-    with latent_santa.patch(model, **SMALL, method="santa") as santa:
+    with latent_santa.patch(model, method="santa", budget=SMALL["budget"]) as santa:
         first = generate(model, prompt(30), 3)
         more = torch.cat((first.sequences, prompt(3)), 1)
         generate(model, more, 2, cache=cache_of(first))

@@ -9,7 +9,7 @@ from torch import nn
 import latent_santa
 from latent_santa.backends import BACKENDS, TorchBackend
 
-from .tiny_models import FAMILIES, assert_close, assert_same, cache_of, generate, prompt, tiny_model
+from .tiny_models import FAMILIES, assert_close, assert_same, cache_of, generate, prompt, settings_for, tiny_model
 
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
 EVERY_TEAM = {**SMALL, "budget": 4096}
@@ -161,7 +161,7 @@ def test_bfloat16():
 def test_methods_and_estimators(model, method, noise, estimator):
     ids = prompt(61)
     wanted = generate(model, ids)
-    with latent_santa.patch(model, **EVERY_TEAM, method=method, noise=noise, estimator=estimator) as santa:
+    with latent_santa.patch(model, settings_for(method, **EVERY_TEAM, noise=noise, estimator=estimator)) as santa:
         assert_same(generate(model, ids), wanted)
         santa.configure(budget=16)
         santa.reset()

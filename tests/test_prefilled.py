@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import latent_santa
 
-from .tiny_models import cache_name, cache_of, filled_cache, generate, padded, prompt, tiny_model
+from .tiny_models import cache_name, cache_of, filled_cache, generate, padded, prompt, settings_for, tiny_model
 
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
 SETTINGS = [
@@ -37,7 +37,7 @@ def test_every_setting_as_from_its_own_prefill(model):
         prefilled = santa.prefill(ids, mask)
         assert (santa.prefill_calls, santa.sparse_calls, santa.dense_calls) == (1, 0, 0)
         for settings in [*SETTINGS, *SETTINGS[::-1]]:
-            santa.configure(latent_santa.SantaConfig(**{**SMALL, **settings}))
+            santa.configure(settings_for(**{**SMALL, **settings}))
             santa.sequence_keys = [7, 9]
             santa.reset()
             wanted = generate(model, ids, 6, attention_mask=mask)

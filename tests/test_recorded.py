@@ -41,7 +41,7 @@ def test_tokens_are_denses_and_settings_stay(model, santa, recorded):
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: next(iter(s.values())))
 def test_a_layers_first_query_is_decodings_own(santa, recorded, settings):
     """Nothing sampled has touched the first layer's query of the first call: counts are equal, errors to rounding."""
-    santa.configure(latent_santa.SantaConfig(**{**SMALL, **settings}))
+    santa.configure(latent_santa.SantaConfig(**SMALL).for_method(**{"method": "santa++", **settings}))
     santa.shadow, found = True, []
     for attend in (recorded.attend, lambda: recorded.prompt.generate(max_new_tokens=5, do_sample=False)):
         santa.reset()

@@ -32,6 +32,7 @@ from .tiny_models import (
     generate,
     padded,
     prompt,
+    settings_for,
     tiny_model,
 )
 
@@ -115,7 +116,7 @@ def test_kmeans_clusters_the_whole_suffix(latent):
 def test_padded_batch_is_each_sequence_alone(latent, settings):
     """Teams of generated rows, their noise and their counts do not depend on the padding before them."""
     lengths = [11, 30]
-    with latent_santa.patch(latent, **{**SMALL, **settings}) as santa:
+    with latent_santa.patch(latent, settings_for(**{**SMALL, **settings})) as santa:
         alone, counts = [], []
         for b, length in enumerate(lengths):
             santa.sequence_keys = [10 + b]
@@ -134,7 +135,7 @@ def test_padded_batch_is_each_sequence_alone(latent, settings):
 def test_every_method_with_teams_regroups(model, method):
     """At full budget all of them are dense attention, on teams of generated rows too."""
     wanted = generate(model, prompt(30), 12)
-    with latent_santa.patch(model, **EVERY_TEAM, method=method) as santa:
+    with latent_santa.patch(model, settings_for(method, **EVERY_TEAM)) as santa:
         found = generate(model, prompt(30), 12)
         assert santa.full_calls == santa.sparse_calls == 12
         santa.reset()

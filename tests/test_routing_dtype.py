@@ -7,7 +7,7 @@ import torch
 
 import latent_santa
 
-from .tiny_models import assert_same, cache_of, generate, prompt, tiny_model
+from .tiny_models import assert_same, cache_of, generate, prompt, settings_for, tiny_model
 
 SMALL = {"parents": "contiguous", "parent_size": 8, "representatives": 2, "budget": 16}
 DIMS = {"deepseek_v2": {"kv_lora_rank": 32, "qk_rope_head_dim": 16}, "qwen2": {"head_dim": 32}}
@@ -29,7 +29,7 @@ def test_every_team_is_still_dense_attention(model, routing_dtype):
 def test_the_ledger_counts_the_same_rows_and_fewer_bytes(model, method):
     entries = {}
     for routing_dtype in ("model", "int8", "int4"):
-        with latent_santa.patch(model, **SMALL, method=method, routing_dtype=routing_dtype) as santa:
+        with latent_santa.patch(model, settings_for(method, **SMALL, routing_dtype=routing_dtype)) as santa:
             cache = cache_of(generate(model, prompt(90)))
             entries[routing_dtype] = santa.access.as_dict()["per_step"][0]
         for layer in cache.layers:

@@ -10,6 +10,8 @@ import transformers
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from latent_santa import SantaConfig
+
 VOCABULARY = 97
 PAD = 0
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -232,3 +234,8 @@ def assert_close(found: Any, wanted: Any, tolerance: float = 1e-4) -> None:
     assert len(found) == len(wanted) > 0
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def settings_for(method: str = "santa++", **settings: Any) -> SantaConfig:
+    """Those of the settings that the method uses."""
+    return SantaConfig(method="dense", **settings).for_method(method)

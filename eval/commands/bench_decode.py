@@ -64,13 +64,13 @@ def add_parser(subparsers: Any) -> None:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--device", type=options.word, default="auto", help="cpu, cuda, ...; auto: a GPU if there is one")
     add("--out", type=options.path, metavar="DIR", help="write decode.json, decode.md and decode.png there")
-    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--resume", action="store_true", help="continue the run in --out")
     add(
         "--table",
         type=options.path,
         nargs="+",
         metavar="DIR",
-        help="measure nothing: print the README's table of earlier runs, with the columns of --settings or all",
+        help="measure nothing: print README.md's table of earlier runs, with the columns of --settings or all",
     )
     add(
         "--config",
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     device = ModelSpec(args.shape, device=args.device).resolved_device()
     settings = _settings(args, device)
     if args.resume and not args.out:
-        raise EvalError("--resume goes on with the run in --out: give --out DIR")
+        raise EvalError("--resume continues the run in --out: give --out DIR")
     if args.out:
         check_writable(args.out)
     plan = Plan(args.steps, args.repeats)
@@ -270,7 +270,7 @@ def _earlier(args: argparse.Namespace, found: dict[str, Any]) -> dict[tuple[int,
     if path is None or not path.exists():
         return {}
     if not args.resume:
-        raise EvalError(f"{path} holds a run already: give --resume to go on with it, or another --out")
+        raise EvalError(f"{path} holds a run already: give --resume to continue it, or another --out")
     run = _read(path)
     for name in SAME:
         if run["facts"].get(name) != found.get(name):

@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     add("--head-dim", type=int, default=128, help="head dimension (GQA); MLA has 512 + 64")
     add("--context", type=numbers, default="32768", help="cached rows, several separated by commas")
     add("--batch", type=numbers, default="1", help="sequences, several separated by commas")
-    add("--goals", action="store_true", help="all workloads with a goal, in place of the sizes above")
+    add("--goals", action="store_true", help="all workloads with a goal, instead of the sizes above")
     add("--paper", action="store_true", help="Appendix E's protocol: K=31, GQA, SDPA flash, no graphs; minutes long")
     add("--workload", type=options.path, metavar="FILE", help="a workload that `bench capture` saved")
     add("--query-dtype", default="model", choices=("model", "float32"), help="float32 feeds two parts")

@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     add("--mixed-tokens", type=options.positive, default=192, help="tokens per request of the mixed load")
     add("--distinct", type=options.positive, default=8, help="sequences that the mixed load's prompts begin")
     add("--small", action="store_true", help="two narrow layers: shows on a CPU that the command works")
-    add("--out", type=options.path, metavar="FILE", help="write every row there, as JSON lines")
+    add("--out", type=options.path, metavar="FILE", help="write every measurement there, as JSON lines")
     add("--table", type=options.path, metavar="FILE", help="measure nothing: print the table of an earlier run's --out")
     parser.set_defaults(run=run)
 

@@ -1,10 +1,9 @@
-"""Settings from files that `SantaConfig.save` wrote: --config in place of a command's options, --also beside them."""
+"""Settings from files that `SantaConfig.save` wrote: --config instead of a command's options, --also beside them."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from latent_santa.eval.errors import EvalError
@@ -60,11 +59,11 @@ def single(word: str, base: SantaConfig, shared: Iterable[str]) -> SantaConfig:
         raise EvalError(
             f"--also {word}: it needs {' '.join(other)}, which all settings of a run share: say so for the whole run"
         )
-    return replace(base, method=given.method, **{name: getattr(given, name) for name in swept_by(given.method)})
+    return base.for_method(given.method, **{name: getattr(given, name) for name in swept_by(given.method)})
 
 
 class FromConfig(argparse.Action):
-    """Gives every option of the method its value from a SantaConfig file; options behind --config change it again.
+    """Gives every option of the method its value from a SantaConfig file; options after --config change it again.
 
     A setting that the command has no option for is refused, unless it is the default or the method does not use it.
     """
@@ -113,5 +112,5 @@ def add_config_option(group: Any) -> None:
         action=FromConfig,
         type=read,
         metavar="FILE",
-        help="settings that SantaConfig.save wrote, in place of the options of the method; options behind it change it",
+        help="settings that SantaConfig.save wrote, instead of the options of the method; options after it change it",
     )

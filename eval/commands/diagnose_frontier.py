@@ -1,4 +1,4 @@
-"""``latent-santa diagnose frontier``: attention error against rows read, for every asked setting."""
+"""``latent-santa diagnose frontier``: attention error against rows read, for every requested setting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand's options."""
     parser = subparsers.add_parser(
         "frontier",
-        help="attention error against rows read, for every asked setting on the same queries",
+        help="attention error against rows read, for every requested setting on the same queries",
         description=DESCRIPTION,
         formatter_class=options.Help,
     )

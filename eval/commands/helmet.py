@@ -19,7 +19,7 @@ from latent_santa.eval.sources.tasks import BUILTIN_MORE, HELMET
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 DESCRIPTION = f"""\
-Accuracy against rows read (Tables 2, 8, 9 and 10) on 13 tasks of HELMET, dense attention and every asked setting of
+Accuracy against rows read (Tables 2, 8, 9 and 10) on 13 tasks of HELMET, dense attention and every requested setting of
 sampled attention on the same frozen prompts, in a run's folder as `ruler` makes it. Scores are HELMET's own metrics;
 the mean weights tasks equally, and so does the mean of rows read, as in the paper (Appendix C.2).
 

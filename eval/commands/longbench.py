@@ -18,9 +18,9 @@ from latent_santa.eval.commands.run_options import add_choice_options, add_run_o
 
 QUESTIONS = 503
 DESCRIPTION = """\
-Accuracy against rows read (Table 3) on LongBench v2: multiple choice over long texts, dense attention and every asked
-setting of sampled attention on the same frozen prompts, in a run's folder as `ruler` makes it. A prompt that is too
-long loses its middle; shorter ones stay whole.
+Accuracy against rows read (Table 3) on LongBench v2: multiple choice over long texts, dense attention and every
+requested setting of sampled attention on the same frozen prompts, in a run's folder as `ruler` makes it. A prompt that
+is too long loses its middle; shorter ones stay whole.
 
 Download data.json from huggingface.co/datasets/THUDM/LongBench-v2 and prompts/0shot.txt from
 github.com/THUDM/LongBench. Neither is part of this package.

@@ -165,7 +165,7 @@ def add_prompt_options(parser: argparse.ArgumentParser, length: int | None, show
         "--answer-prefix",
         default="assistant",
         choices=("assistant", "user", "none"),
-        help="whose turn the beginning of the answer stands in",
+        help="the turn that the beginning of the answer is written in",
     )
     return group
 
@@ -196,7 +196,7 @@ def add_method_options(
         action="append",
         default=[],
         metavar="METHOD=S,S",
-        help="S of one method in place of --budgets, since equal S reads other rows under other methods; may be given "
+        help="S of one method instead of --budgets, since equal S reads other rows under other methods; may be given "
         "several times",
     )
     add(
@@ -353,8 +353,33 @@ def conditions(args: argparse.Namespace, base: SantaConfig) -> tuple[SantaConfig
             raise EvalError(f"--budgets-of {method}: it is not among --methods {','.join(args.methods)}: add it there")
         if method in METHODS and "budget" not in METHODS[method].settings:
             raise EvalError(f"--budgets-of {method}: it has no budget: leave the option out")
+    configs = [single(word, base, SHARED) for word in args.also]
     found = expand(base, args.methods, args.budgets, args.estimators, *sizes, routing, args.noise, hashes, exact, own)
-    return tuple(dict.fromkeys((*found, *(single(word, base, SHARED) for word in args.also))))
+    _refuse_what_none_uses(args, {one.method for one in (*found, *configs)})
+    return tuple(dict.fromkeys((*found, *configs)))
+
+
+def _refuse_what_none_uses(args: argparse.Namespace, methods: set[str]) -> None:
+    """See that each option of methods is of some method of the run; the others go without it. Raises EvalError."""
+    from latent_santa.config import SantaConfig
+    from latent_santa.eval.run.conditions import swept_by
+    from latent_santa.methods import METHODS
+
+    if methods <= {"dense"}:
+        return  # it takes all settings
+    for names, used_by in (
+        (("draws", "regroup_after", "routing_dtype", "backend", "kmeans_engine"), lambda name: METHODS[name].settings),
+        (("noise", "routing", "exact_first", "exact_last", "hash_bits", "hash_tables"), swept_by),
+    ):
+        for name in names:
+            default, given = getattr(SantaConfig(), name), getattr(args, name)
+            other = [value for value in (given if isinstance(given, list) else [given]) if value not in (None, default)]
+            users = [method for method in METHODS if name in used_by(method)]
+            if other and not methods.intersection(users):
+                raise EvalError(
+                    f"--{name.replace('_', '-')} {other[0]}: of {', '.join(sorted(methods))} none uses it, "
+                    f"only {', '.join(users)}: leave the option out, or add such a method"
+                )
 
 
 def at_least(args: argparse.Namespace, **least: int) -> None:

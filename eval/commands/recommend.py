@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--save", type=options.path, metavar="FILE", help="write the settings there, for --config")
     prompts = options.add_prompt_options(parser, 2048)
     prompts.add_argument(
-        "--prompt-file", type=options.path, nargs="+", default=[], help="the user's turns, a file each"
+        "--prompt-file", type=options.path, nargs="+", default=[], help="the user's turns, one file each"
     )
     prompts.add_argument("--n", type=int, default=2, help="builtin prompts per task")
     prompts.add_argument(

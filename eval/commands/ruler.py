@@ -31,8 +31,8 @@ TINY_DEFAULTS: dict[str, Any] = {
 }
 DESCRIPTION = f"""\
 Accuracy against rows read (Tables 15 to 18), over RULER's tasks or this project's analogues, for dense attention and
-every asked setting of sampled attention, on the same frozen prompts. Results are kept one by one: a run that stops goes
-on with --resume.
+every requested setting of sampled attention, on the same frozen prompts. Results are kept one by one: --resume
+continues a run that stopped.
 
 Tasks of builtin and official prompts: {", ".join(BUILTIN)} (official data: qa_1, qa_2 instead of facts_1, facts_2).
 Tasks of builtin:tiny: {", ".join((*TINY_TASKS, *TINY_HARD))}.

@@ -17,7 +17,7 @@ def add_choice_options(group: Any, number: str, more: tuple[str, ...] = ()) -> N
     """Add how prompts are chosen to the group of prompt options. number: what --n is; more: further ways to select."""
     add = group.add_argument
     # Launchers read ahead and take --n for an abbreviation of an option of their own.
-    add("--n", "--prompts", type=int, help=f"{number}; write --prompts behind a launcher")
+    add("--n", "--prompts", type=int, help=f"{number}; write --prompts after a launcher")
     add("--select", default="sample", choices=("sample", "first", *more), help="which records of official data")
     add("--data-seed", type=int, default=42, help="seed of prompts and of their selection")
     add("--context-limit", type=int, help="positions the model takes, if its configuration says less than it can do")
@@ -28,7 +28,7 @@ def add_run_options(parser: argparse.ArgumentParser, command: str) -> Any:
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--out", type=path, metavar="DIR", help=f"directory of the run (default: out/{command}-MODEL-TIME)")
-    add("--resume", action="store_true", help="go on with the run in --out, if there is one")
+    add("--resume", action="store_true", help="continue the run in --out, if there is one")
     add(
         "--dry-run",
         action="store_true",

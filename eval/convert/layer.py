@@ -1,6 +1,6 @@
 """A Qwen2 checkpoint (GQA) written again as DeepSeek-V2 (MLA): the same function of its input, for testing MLA paths.
 
-What it is for: running the MLA side of a program on real weights where only a Qwen2 checkpoint is at hand. It is no
+What it is for: running the MLA side of a program on real weights where only a Qwen2 checkpoint is available. It is no
 learned latent compression. The latent holds what the KV heads hold, so a row is wider than the source's, and few of its
 dimensions take part in content scores.
 

@@ -1,4 +1,4 @@
-"""Long generations: how much of the cache they read, and whether what they wrote can still be asked for.
+"""Long generations: how much of the cache they read, and whether the model still finds what they wrote.
 
 A prompt is cut. Its beginning is prefilled and grouped; the rest is given token by token, as if the model had written
 it, each token a decoding call of its own under the setting. So the rows come from sampled attention, and most of what

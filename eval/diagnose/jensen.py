@@ -45,10 +45,8 @@ def partitions(base: SantaConfig) -> dict[str, SantaConfig]:
     """The groups that are looked at, by the settings that make them."""
     found = {}
     for parents, name in (("kmeans", "k-means"), ("contiguous", "contiguous")):
-        found[f"16 rows, {name}"] = base.with_overrides(method="centroid", parents=parents, parent_size=16)
-        found[f"teams {name} 16/4"] = base.with_overrides(
-            method="santa++", parents=parents, parent_size=16, representatives=4
-        )
+        found[f"16 rows, {name}"] = base.for_method("centroid", parents=parents, parent_size=16)
+        found[f"teams {name} 16/4"] = base.for_method("santa++", parents=parents, parent_size=16, representatives=4)
     return found
 
 

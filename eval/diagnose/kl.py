@@ -49,10 +49,10 @@ def partitions(base: SantaConfig) -> dict[str, SantaConfig]:
     """The compared partitions, each by the settings that make it."""
 
     def teams(parents: str) -> SantaConfig:
-        return base.with_overrides(method="santa++", parents=parents, parent_size=16, representatives=4)
+        return base.for_method("santa++", parents=parents, parent_size=16, representatives=4)
 
     def clusters(size: int) -> SantaConfig:
-        return base.with_overrides(method="centroid", parents="kmeans", parent_size=size)
+        return base.for_method("centroid", parents="kmeans", parent_size=size)
 
     return {
         "teams k-means 16/4": teams("kmeans"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -106,8 +105,11 @@ def from_manifest(manifest: Mapping[str, Any], where: object) -> list[SantaConfi
     found = []
     for data in manifest["conditions"]:
         try:
-            found.append(SantaConfig(**{field: value for field, value in data.items() if value is not None}))
-        except (AttributeError, TypeError, ValueError) as error:
+            given = {field: value for field, value in data.items() if value is not None}
+            # earlier versions took settings that a method does not use
+            unused = set(SWEPT).difference(METHODS[given["method"]].settings)
+            found.append(SantaConfig(**{field: value for field, value in given.items() if field not in unused}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EvalError(f"{where}: conditions has {data!r}, which this version does not know: {error}") from error
     return found
 
@@ -133,14 +135,13 @@ def expand(
 ) -> tuple[SantaConfig, ...]:
     """All conditions of a run, dense first, each method with the settings that it uses.
 
-    base     what all of them share. A swept field that a method does not use stays as it is there, so that no condition
-             depends on the one that ran before it
+    base     what all of them share. A method gets of it what it uses
     teams    pairs (P, R)
     routing  fields that say how teams are routed, such as {"routing": "two_stage", "parents_per_head": 64}
     noise    kinds of noise; none given: the base's
     hashes   fields that say how rows are hashed, such as {"hash_bits": 10, "hash_tables": 150}
     exact    fields that say which rows stay out of teams, such as {"exact_first": 16, "exact_last": 48}
-    budgets_of  budgets of single methods, in place of `budgets`
+    budgets_of  budgets of single methods, instead of `budgets`
 
     Raises EvalError naming what is wrong.
     """
@@ -178,7 +179,7 @@ def expand(
     for method in sorted(methods, key=lambda method: method != "dense"):
         for variant in variants(method):
             try:
-                found[replace(base, method=method, **variant)] = None
+                found[base.for_method(method, **variant)] = None
             except ValueError as error:
                 raise EvalError(f"{method} S={variant.get('budget')}: {error}") from error
     return tuple(found)

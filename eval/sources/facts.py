@@ -97,7 +97,7 @@ def _two_documents(world: _World, long: bool) -> tuple[list[str], Iterator[str],
 def draft(task: str, length: int, seed: str) -> Draft:
     """Numbered documents in random order. Units are the documents without the answer (short ones below 1024 tokens).
 
-    Either spelling of the town is accepted, as it stands or with a hyphen.
+    Either spelling of the town is accepted, as written or with a hyphen.
     """
     world = _World(random.Random(seed))
     make = _one_document if task == "facts_1" else _two_documents

@@ -92,7 +92,7 @@ class Method:
     def build_by_queries(
         self, queries: Iterable[PromptQueries], rows: Sequence[Rows], member: Tensor, config: SantaConfig
     ) -> Iterable[Teams]:
-        """What a method with a ``window`` does in place of :meth:`build`.
+        """What a method with a ``window`` does instead of :meth:`build`.
 
         Args:
             queries: of each layer, those of the span's last ``window`` tokens, or of all if it has fewer. Each is made

@@ -91,7 +91,7 @@ class MagicPIG(Method):
         return attend_teams(step, self.selected(step, config), step.teams.M)
 
     def selected(self, step: DecodeStep, config: SantaConfig) -> Selection:
-        """The rows found in two tables by each head, with log u in place of log c, and those that are read always."""
+        """The rows found in two tables by each head, with log u instead of log c, and those that are read always."""
         teams = step.teams
         assert teams is not None and teams.parents is not None, "this method hashes rows"
         hashed = teams.parents.of_team >= 0

@@ -1,6 +1,6 @@
 """Records for methods that choose single rows by something kept beside them: every prompt row is a team of its own.
 
-Teams already follow a cache's sequences and further turns, and so do the rows' records in place of routing keys.
+Teams already follow a cache's sequences and further turns, and so do the rows' records instead of routing keys.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class SnapKV(Method):
     def build_by_queries(
         self, queries: Iterable[PromptQueries], rows: Sequence[Rows], member: Tensor, config: SantaConfig
     ) -> Iterable[Teams]:
-        """One record per row, with the heads' votes ``(B, G, M, H)`` in place of a routing key."""
+        """One record per row, with the heads' votes ``(B, G, M, H)`` instead of a routing key."""
         for own, layer in zip(queries, rows, strict=True):
             mine = member.to(layer.values.device)
             teams = row_teams(mine, layer.values.shape[1])

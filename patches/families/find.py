@@ -175,7 +175,7 @@ def _interface_calls(forward: Callable[..., Any]) -> int:
 
 
 def check(model: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
-    """See that every weight is at hand, and that each adapter computes what its module computes.
+    """See that every weight is available, and that each adapter computes what its module computes.
 
     Raises:
         NotImplementedError: weights without values or spread over processes, or a module that differs.

@@ -1,4 +1,4 @@
-"""Decoding steps as CUDA graphs: captured once per cache, replayed in place of a launch per kernel."""
+"""Decoding steps as CUDA graphs: captured once per cache, replayed instead of a launch per kernel."""
 
 from .steps import MODES, StepGraphs
 

@@ -9,7 +9,7 @@ import torch
 
 import latent_santa
 
-from ..tiny_models import tiny_model
+from ..tiny_models import settings_for, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,9 @@ def generated(model: Any, **settings: Any) -> tuple[torch.Tensor, Any]:
     """Logits ``(steps, B, vocabulary)`` along one path, that of the tokens the prompt repeats, and the handle."""
     ids = torch.randint(3, 90, (2, 120), generator=torch.Generator().manual_seed(3)).cuda()
     path = torch.randint(3, 90, (2, NEW), generator=torch.Generator().manual_seed(4)).cuda()
-    with latent_santa.patch(model, graphs="on", budget=24, parents="contiguous", **settings) as santa:
+    compile = settings.pop("compile", False)
+    config = settings_for(**{"budget": 24, "parents": "contiguous", **settings})
+    with latent_santa.patch(model, config, graphs="on", compile=compile) as santa:
         prompt = santa.prefill(ids)
         cache, logits = prompt.rewound(), []
         for number in range(NEW):
@@ -31,7 +33,7 @@ def generated(model: Any, **settings: Any) -> tuple[torch.Tensor, Any]:
                 logits.append(prompt.step(token, cache, ids.shape[1] + number + 1))
         # the prompt was filled with room for one row, so the rows move once
         assert santa.graphs.replayed + santa.graphs.captured == NEW and santa.graphs.captured <= 2
-        assert (santa.compiled > 0) == settings.get("compile", False)
+        assert (santa.compiled > 0) == compile
     return torch.stack(logits).float(), santa
 
 

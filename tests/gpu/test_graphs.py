@@ -10,7 +10,7 @@ import torch
 
 import latent_santa
 
-from ..tiny_models import cache_name, cache_of, tiny_model
+from ..tiny_models import cache_name, cache_of, settings_for, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,7 +111,7 @@ def test_what_pytorch_runs_is_replayed_to_rounding(name: str, settings: dict[str
     model = tiny_model(name, max_position_embeddings=4096).cuda()
     logits = {}
     for graphs in ("off", "on"):
-        with latent_santa.patch(model, graphs=graphs, budget=32, **settings) as santa:
+        with latent_santa.patch(model, settings_for(**{"budget": 32, **settings}), graphs=graphs) as santa:
             logits[graphs] = torch.stack(generated(model, ids_of(model), 30).logits)
             assert graphs == "off" or santa.graphs.replayed == 28, santa.report()
     torch.testing.assert_close(logits["on"], logits["off"], rtol=1e-3, atol=1e-3)
