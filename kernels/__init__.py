@@ -21,7 +21,7 @@ def sampled_attention(step: DecodeStep, sampling: Sampling, workspace: Workspace
 
     A float32 query over 16-bit rows is fed to the tensor cores as two 16-bit parts, and so are the softmax weights,
     so that scores and output keep about float32's precision. A query in the rows' own dtype takes one part each.
-    Seed, step and team counts are read on the device: a captured CUDA graph draws anew each time it runs after
+    Seed, step and team counts are read on the device: a captured CUDA graph draws new noise each time it runs after
     ``draw.step`` was advanced in place.
 
     Args:

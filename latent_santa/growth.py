@@ -1,7 +1,7 @@
 """Team records with room behind them, into which teams of generated rows are written in place.
 
 A join of records makes new tensors, which is right for a further turn. While a model generates, a parent of P rows
-fills up every P steps, and what was captured with the records' addresses and shapes would have to be captured anew.
+fills up every P steps, and what was captured with the records' addresses and shapes would have to be captured again.
 So records get room for many parents at once, whose shapes are then the records' shapes; the room is padding, of size 0,
 that no draw can select. A team keeps its number, and with it its noise, whether or not there is room behind it.
 """

@@ -197,7 +197,7 @@ class TeamLayer(DynamicLayer):
             self._set(self.keys[..., :-1, :], self.values[..., :-1, :])
 
     def regroup(self) -> None:
-        """Drop the teams; every row up to the present length, whoever wrote it, waits to be grouped anew."""
+        """Drop the teams; every row up to the present length, whoever wrote it, waits to be grouped again."""
         self.grouped, self.coming = Grouped(), None
         if self.foreign:
             self.buffers = None
@@ -278,7 +278,7 @@ class TeamLayer(DynamicLayer):
         self.observed = Observed(own[:, :, -most:].clone(), scale, stop)
 
     def overwrite_last(self, keys: Tensor, values: Tensor) -> None:
-        """Write the last row anew, ``(B, heads, 1, D)`` each."""
+        """Write the last row again, ``(B, heads, 1, D)`` each."""
         place = self.get_seq_length() - 1
         _write(self.keys, place, keys)
         _write(self.values, place, values)
@@ -293,7 +293,7 @@ class TeamLayer(DynamicLayer):
     def rewind(self, to: Snapshot) -> None:
         """Go back to an earlier state of this layer. Rows behind those held then may have been written since.
 
-        The noise keys go, so that the next call keys the sequences anew.
+        The noise keys go, so that the next call keys the sequences again.
         """
         self._set(to.keys, to.values)
         self.buffers, self.grouped, self.waiting, self.noise_key = to.buffers, to.grouped, to.waiting, None

@@ -119,7 +119,7 @@ class SantaHandle:
         """Change settings between generations, without patching again: some by name, or all by a new configuration.
 
         Decode settings apply to the next call, the seed to caches filled from now on. When a setting that shapes teams
-        changes, a cache that is already grouped is grouped anew at its next sampled call.
+        changes, a cache that is already grouped is grouped again at its next sampled call.
 
         Raises:
             TypeError, ValueError, RuntimeError: as :func:`latent_santa.patch`; the settings stay as they were.

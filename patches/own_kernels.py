@@ -53,7 +53,7 @@ def _experts(module: Any) -> Forward | None:
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         gate_up, down = module.gate_up_proj, module.down_proj
         few = hidden_states.dim() == 2 and len(hidden_states) <= MOST_TOKENS
-        # an adapter puts tensors of its own instead of the weights
+        # an adapter replaces the weights with tensors of its own
         alike = hidden_states.dtype == gate_up.dtype == down.dtype and gate_up.is_contiguous() and down.is_contiguous()
         if few and alike and not torch.is_grad_enabled():
             return routed_experts(hidden_states, top_k_index, top_k_weights, gate_up, down)

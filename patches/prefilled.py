@@ -68,7 +68,7 @@ class Prefilled:
         finally:
             control.thread.preparing = False
         self._states = [layer.snapshot() for layer in self._layers]
-        # a replay writes the last row anew
+        # a replay writes the last row again
         self._last = [(state.keys[..., -1:, :].clone(), state.values[..., -1:, :].clone()) for state in self._states]
 
     @contextmanager

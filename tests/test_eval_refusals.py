@@ -110,7 +110,7 @@ def test_a_run_without_results_begins_anew_with_other_settings(tmp_path, model, 
     words = ["ruler", "--model", model, *OPTIONS, "--out", str(out), "--n", "1"]
     assert main(words) == 2 and "holds a run" in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0
-    assert "no results yet and begins anew" in capsys.readouterr().err
+    assert "no results yet and begins again" in capsys.readouterr().err
     assert json.loads((out / "summary.json").read_text())["n"] == 1
 
 

@@ -22,7 +22,7 @@ SLOW_MS = 5000.0  # preparation from here on is timed at its first run
 
 
 class FilledCache:
-    """Rows of all layers, filled once, with free rows behind them that each turn writes anew.
+    """Rows of all layers, filled once, with free rows behind them that each turn writes again.
 
     A turn gets a cache whose layers hold these rows and not copies of them. What a turn writes lies behind the filled
     rows, so turns do not see each other.

@@ -231,7 +231,7 @@ def _sizes(args: argparse.Namespace) -> list[Size | None]:
 
 
 def _check_memory(sizes: list[Size | None], evict: int, device: str) -> None:
-    """See that the largest workload's rows, twice for a dense method that lays them out anew, and the buffer that
+    """See that the largest workload's rows, twice for a dense method that lays them out again, and the buffer that
     evicts L2 are there."""
     from latent_santa.eval.run.sizes import check_memory
 

@@ -124,7 +124,7 @@ class Evaluation:
                 raise
             # nothing was measured under the settings that are no longer wanted
             store.thaw()
-            notes = ["the run had no results yet and begins anew, with the settings given now"]
+            notes = ["the run had no results yet and begins again, with the settings given now"]
         for note in notes:
             self._say(f"note: {note}")
 

@@ -148,7 +148,7 @@ class Store:
         return any(path.stat().st_size for path in self.results_directory.glob("*.jsonl"))
 
     def thaw(self) -> None:
-        """Forget the frozen prompts and settings, so that a run can begin anew."""
+        """Forget the frozen prompts and settings, so that a run can begin again."""
         self._manifest = self._prompts = None
         self.manifest_path.unlink()
 

@@ -80,7 +80,7 @@ class Fit:
     def stop(self, mean: Tensor, step: int | Tensor) -> None:
         """Update ``running`` after minibatch number ``step`` (from 1) with inertia ``mean`` (A,) per row."""
         step = torch.as_tensor(step, device=mean.device)
-        # the first minibatch tells about the seeding only: the mean begins anew with the second
+        # the first minibatch tells about the seeding only: the mean begins again with the second
         self.smooth = torch.lerp(self.smooth, mean, self.alpha.masked_fill(step <= 2, 1.0))
         self.stale = (self.stale + 1).masked_fill_(self.smooth < self.lowest, 0)
         self.lowest = torch.minimum(self.lowest, self.smooth).masked_fill_(step <= 1, torch.inf)

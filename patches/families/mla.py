@@ -40,7 +40,7 @@ class MlaAdapter(Adapter):
         self.peers = peers_of(module, ("q_proj", "q_b_proj", "kv_b_proj"), width, "heads")
         if self.peers is not None:
             self.first = (0, self.peers.rank * (module.kv_b_proj.out_features // width // self.peers.world))
-        # taken anew at every query: nothing shows reliably that a projection has not changed since. A write through
+        # taken again at every query: nothing shows reliably that a projection has not changed since. A write through
         # ``weight.data`` does not count as a version, and an adapter's scale is a number anywhere in its module
         self._weights: Tensor | None = None
 

@@ -61,7 +61,7 @@ def labelled(
     task: str, train: Sequence[Record], tested: Sequence[Record], numbers: Sequence[int], shots: int, seed: int,
     texts: dict[str, str],
 ) -> Iterator[Item]:  # fmt: skip
-    """One prompt per test record. Examples and the labels' numbers are drawn anew for each, from its text."""
+    """One prompt per test record. Examples and the labels' numbers are drawn for each from its own text."""
     text_field, field = texts["text_field"], texts["label_field"]
     labels = [record[field] for record in train]
     for number in numbers:
