@@ -126,7 +126,7 @@ def test_capture_takes_the_middle_layer(tmp_path: Path, capsys: pytest.CaptureFi
         ("--settings pooled+int4+int4", "'pooled+int4+int4' is no setting"),
         ("--settings pooled,pooled", "--settings: one is given twice"),
         ("--device cpu --budget 3", "S must be divisible by P/R"),
-        ("--resume", "--resume goes on with the run in --out: give --out DIR"),
+        ("--resume", "--resume continues the run in --out: give --out DIR"),
         ("--table {dir}", "decode.json holds no run of bench decode (FileNotFoundError)"),
     ],
 )

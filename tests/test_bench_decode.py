@@ -149,7 +149,7 @@ def test_a_run_is_written_goes_on_and_makes_the_readmes_table(
     assert first["facts"]["layers"] == 1 and "commit" in first["facts"]
 
     assert main(["bench", "decode", *words]) == 2
-    assert "holds a run already: give --resume to go on with it" in capsys.readouterr().err
+    assert "holds a run already: give --resume to continue it" in capsys.readouterr().err
     assert main(["bench", "decode", *words, "--resume", "--budget", "16"]) == 2
     assert "has budget 8, and this run 16" in capsys.readouterr().err
 
