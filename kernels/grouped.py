@@ -1,7 +1,7 @@
 """What stands around the grouped products of routed experts, for few tokens and with the same bits: two launches.
 
-transformers sorts (token, choice) pairs by expert, gathers their states, masks, weighs, sorts back and adds up: more than
-twenty launches of PyTorch's beside the products, each shorter than the time between launches.
+transformers sorts (token, choice) pairs by expert, gathers their states, masks, weighs, sorts back and adds up: more
+than twenty launches of PyTorch's beside the products, each shorter than the time between launches.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from latent_santa.integers import ceil_div
+
 from .launch import current
 from .plan import power
 
@@ -22,8 +24,7 @@ Products = Callable[[Tensor, Tensor], Tensor]
 
 @triton.jit
 def order_kernel(
-    states, index, sorted_states, place, ends, D: tl.constexpr, TOP: tl.constexpr, PAIRS: tl.constexpr,
-    PP: tl.constexpr, BD: tl.constexpr,
+    states, index, sorted_states, place, ends, D, TOP, PAIRS, PP: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """Program (pair): where ``index (PAIRS,)`` puts the pair in order of experts, and its token's states there. Program
     (PAIRS + e): ``ends (E,)``, pairs of experts up to e."""
@@ -46,9 +47,7 @@ def order_kernel(
 
 
 @triton.jit
-def weigh_kernel(
-    outputs, place, shares, out, D: tl.constexpr, TOP: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+def weigh_kernel(outputs, place, shares, out, D, TOP: tl.constexpr, BD: tl.constexpr):
     """Program (token, block of D): ``outputs (PAIRS, D)`` of the token's choices times ``shares (T, TOP)``, added up in
     the order of PyTorch's sum: every fourth one into one of four sums, which come together at the end."""
     i_token = tl.program_id(0)
@@ -103,7 +102,7 @@ def grouped_experts(states: Tensor, index: Tensor, shares: Tensor, experts: int,
         )  # fmt: skip
         outputs = products(by_expert, ends)
         # a product and the sum that it goes into would be rounded once, and PyTorch rounds both
-        weigh_kernel[(tokens, triton.cdiv(width, 512))](
+        weigh_kernel[(tokens, ceil_div(width, 512))](
             outputs=outputs, place=place, shares=shares, out=out, D=width, TOP=top, BD=512, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip

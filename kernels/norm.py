@@ -16,7 +16,7 @@ from .launch import current
 
 
 @triton.jit
-def squares_kernel(states, squares, stride, D: tl.constexpr, BD: tl.constexpr):
+def squares_kernel(states, squares, stride, D, BD: tl.constexpr):
     """Program (token, block of D): squares of ``states (T, D)`` in float32."""
     i_token = tl.program_id(0).to(tl.int64)
     i_dim = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -25,8 +25,8 @@ def squares_kernel(states, squares, stride, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def scaled_kernel(states, mean, weight, out, stride, eps, D: tl.constexpr, BD: tl.constexpr):
-    """Program (token, block of D): ``weight * (states / sqrt(mean + eps))``, rounded to the dtype after each product."""
+def scaled_kernel(states, mean, weight, out, stride, eps, D, BD: tl.constexpr):
+    """Program (token, block of D): ``weight * (states / sqrt(mean + eps))``, rounded after each product."""
     i_token = tl.program_id(0).to(tl.int64)
     i_dim = tl.program_id(1) * BD + tl.arange(0, BD)
     m_dim = i_dim < D
@@ -53,6 +53,7 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
         squares_kernel[grid](states=flat, squares=squares, stride=flat.stride(0), D=width, BD=1024, num_warps=4)
         mean = squares.mean(-1, keepdim=True)
         scaled_kernel[grid](
-            states=flat, mean=mean, weight=weight, out=out, stride=flat.stride(0), eps=eps, D=width, BD=1024, num_warps=4
+            states=flat, mean=mean, weight=weight, out=out, stride=flat.stride(0), eps=eps, D=width, BD=1024,
+            num_warps=4,
         )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from latent_santa.config import SantaConfig
 
 from .compiled import compile_parts
 from .control import Control
+from .exact_parts import exact_parts
 from .experts import experts_stay
 from .families import base_model, check, find_adapters
 from .generating import wrapped
@@ -75,8 +76,8 @@ def patch(
     settings = checked_settings(adapters, config, SantaConfig(), overrides)
     check(model, adapters)
     control = Control(base_model(model, adapters), adapters, settings, graphs)
-    parts = compile_parts(control.base) if compile else []
-    return SantaHandle(model, control, Edits(model, control, parts))
+    parts = compile_parts(control.base) if compile else exact_parts(control.base)
+    return SantaHandle(model, control, Edits(model, control, parts, compile))
 
 
 def handle(model: nn.Module) -> SantaHandle:
@@ -117,9 +118,11 @@ class Edits:
         compiled: parts of the model that are compiled, or run on our kernels.
     """
 
-    def __init__(self, model: PreTrainedModel, control: Control, parts: list[tuple[nn.Module, str, Any]]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, control: Control, parts: list[tuple[nn.Module, str, Any]], compiled: bool
+    ) -> None:
         global _patched_models
-        self.compiled = len(parts)
+        self.compiled = len(parts) if compiled else 0
         self._undo: list[tuple[Any, str, bool, Any]] = []
         ALL_ATTENTION_FUNCTIONS[NAME] = attention_forward
         _patched_models += 1

@@ -265,7 +265,9 @@ def _facts(model: Any, santa: Any) -> dict[str, Any]:
         "experts": {
             "bare": sorted(set(experts.implementations(model))),
             "generate": sorted(set(experts.while_decoding(model))),
-            "kernels": any("forward" in vars(module) for module in model.modules() if hasattr(module, "gate_up_proj")),
+            "kernels": santa is not None
+            and santa.compiled > 0
+            and any("forward" in vars(module) for module in model.modules() if hasattr(module, "gate_up_proj")),
         }
     }
     if santa is None:

@@ -1,0 +1,156 @@
+"""Norms and routed experts in few launches with the bits of the model's own, in calls of few tokens on a GPU.
+
+A decoding step is hundreds of small kernels of PyTorch's. Those that round nothing but what they say can be joined
+without another bit in the outputs. A part is taken over only where it gave the bits of its class's own forward on
+random inputs on this device, so a release or a device with other roundings keeps its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import moe
+
+from latent_santa.kernels import unavailable
+
+from .experts import GROUPED
+from .families.spread import spread_weight
+
+Forward = Callable[..., Any]
+MOST_TOKENS = 64
+# tokens and magnitudes of the inputs on which bits are compared
+TRIED, MAGNITUDES = (1, 8, MOST_TOKENS), (0.01, 1.0, 30.0)
+TOP = "num_experts_per_tok"
+# whether parts of one class and size were seen to agree
+_agreed: dict[tuple[Any, ...], bool] = {}
+
+
+def exact_parts(base: nn.Module) -> list[tuple[nn.Module, str, Forward]]:
+    """What replaces what: (module, name of its method, replacement). Nothing where the model is not on a GPU."""
+    weights = list(base.parameters())
+    if any(not weight.is_cuda or unavailable(weight.device) for weight in weights) or any(map(spread_weight, weights)):
+        return []
+    modules = (module for module in base.modules() if "forward" not in vars(module))
+    return [(module, "forward", forward) for module in modules if (forward := exact_forward(module)) is not None]
+
+
+def exact_forward(module: Any) -> Forward | None:
+    """A ``forward`` for the module that launches few kernels for few tokens, or None where none has its bits."""
+    norm = _is_norm(module)
+    if not norm and not _is_grouped_experts(module):
+        return None
+    forward = _norm if norm else _experts
+    sizes = tuple((name, weight.shape, weight.dtype, weight.device) for name, weight in module.named_parameters())
+    key = (type(module), sizes, getattr(module, "variance_epsilon", None))
+    if key not in _agreed:
+        part = _with_other_weights(module) if norm else module
+        _agreed[key] = _same_bits(part.forward, forward(part), _inputs(part))
+    return forward(module) if _agreed[key] else None
+
+
+def _same_bits(original: Forward, forward: Forward, inputs: Iterable[tuple[Tensor, ...]]) -> bool:
+    try:
+        with torch.no_grad():
+            return all(torch.equal(forward(*given), original(*given)) for given in inputs)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False  # it takes or gives something else
+
+
+def _elsewhere(states: Tensor, weight: Tensor) -> bool:
+    """Whether a call is left to the module's own forward."""
+    few = states.numel() <= MOST_TOKENS * states.shape[-1]
+    alike = states.dtype == weight.dtype and states.device == weight.device and states.stride(-1) == 1
+    return not few or not alike or torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+def _is_norm(module: Any) -> bool:
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return False
+    return weight.dim() == 1 and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def _with_other_weights(norm: Any) -> Any:
+    """The norm with weights that show every rounding, which those of a new model, all 1, do not."""
+    other = copy.deepcopy(norm)
+    other.weight = nn.Parameter(_normal(norm.weight, len(norm.weight)), requires_grad=False)
+    return other
+
+
+def _norm(module: Any) -> Forward:
+    from latent_santa.kernels.norm import rms_norm
+
+    original = module.forward
+
+    @wraps(original)
+    def forward(hidden_states: Tensor) -> Tensor:
+        if _elsewhere(hidden_states, module.weight):
+            return original(hidden_states)  # type: ignore[no-any-return]
+        return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+
+    return forward
+
+
+def _is_grouped_experts(module: Any) -> bool:
+    """Whether a module is experts whose grouped products are what a call runs, and all that they do."""
+    names = ("gate_up_proj", "down_proj", "_apply_gate", "has_gate", "has_bias", "is_transposed")
+    if not all(hasattr(module, name) for name in names) or not module.has_gate or module.has_bias:
+        return False
+    if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
+        return False
+    return hasattr(module.config, TOP) and hasattr(moe, "_grouped_linear") and grouped(module)
+
+
+def _experts(module: Any) -> Forward:
+    """The experts' forward with own launches around their grouped products."""
+    from latent_santa.kernels.grouped import grouped_experts
+
+    original, count = module.forward, module.down_proj.shape[0]
+
+    def product(states: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        result: Tensor = moe._grouped_linear(states, weight, ends, bias=None, is_transposed=module.is_transposed)
+        return result
+
+    def products(states: Tensor, ends: Tensor) -> Tensor:
+        return product(module._apply_gate(product(states, module.gate_up_proj, ends)), module.down_proj, ends)
+
+    @wraps(original)
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tried = top_k_index.shape[1] == getattr(module.config, TOP)
+        tried = tried and top_k_weights.dtype in (torch.float32, hidden_states.dtype)
+        if not tried or not grouped(module) or _elsewhere(hidden_states, module.down_proj):
+            return original(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        return grouped_experts(hidden_states, top_k_index, top_k_weights, count, products)
+
+    return forward
+
+
+def grouped(module: Any) -> bool:
+    """Whether a call of the experts now is the grouped product of transformers."""
+    found = moe.ALL_EXPERTS_FUNCTIONS.get(GROUPED)
+    return module.config._experts_implementation == GROUPED and found is moe.grouped_mm_experts_forward
+
+
+def _inputs(module: Any) -> Iterator[tuple[Tensor, ...]]:
+    """Random arguments of a norm or of experts, as a decoding step has them."""
+    if _is_norm(module):
+        for tokens in TRIED:
+            states = _normal(module.weight, tokens, 1, len(module.weight))
+            yield from ((size * states,) for size in MAGNITUDES)
+        return
+    weight, top, generator = module.gate_up_proj, getattr(module.config, TOP), torch.Generator().manual_seed(1)
+    width = weight.shape[1] if module.is_transposed else weight.shape[2]
+    for tokens in TRIED:
+        index = torch.rand(tokens, len(weight), generator=generator).topk(top).indices.to(weight.device)
+        shares = torch.rand(tokens, top, generator=generator).to(weight.device)
+        for kind in (torch.float32, weight.dtype):
+            yield _normal(weight, tokens, width), index, shares.to(kind)
+
+
+def _normal(weight: Tensor, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
