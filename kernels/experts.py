@@ -20,6 +20,7 @@ from torch import Tensor
 
 from latent_santa.integers import ceil_div
 
+from .device import ask_for, launches_early, wait, wait_then_start
 from .launch import current
 from .plan import power
 from .support import unavailable, unsupported_dtype
@@ -58,7 +59,7 @@ def tokens_of(index, i_expert, T: tl.constexpr, TB: tl.constexpr, TOP: tl.conste
 def up_kernel(
     states, index, weights, shared_gate, shared_up, hidden, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr,
-    TP: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    TP: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of F, slice or pair). ``states (T, D)``, ``index (T, TOP)``, ``weights (E, 2 F, D)``: gate over
     up. Writes ``hidden (SLICES T + PAIRS, F)``, silu(gate) * up, of the shared expert's slices first."""
@@ -72,7 +73,12 @@ def up_kernel(
         m_col = m_col & (i_slice * F + i_col < S)
         p_gate = shared_gate + i_slice * F * D
         p_up = shared_up + i_slice * F * D
+        o_last = tl.minimum(i_col, tl.minimum(S - i_slice * F, F) - 1) * D
+        ask_for(p_gate + o_last, D, D, PDL)
+        ask_for(p_up + o_last, D, D, PDL)
+        wait_then_start(PDL)
     else:
+        wait_then_start(PDL)
         i_expert, present = expert_of(index, i_slice - SLICES, PAIRS, PP)
         m_token, i_pair = tokens_of(index, i_expert, T, TB, TOP, TP)
         i_pair += SLICES * T
@@ -105,7 +111,7 @@ def up_kernel(
 def down_kernel(
     hidden, index, shares, weights, shared_down, parts, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr,
-    TP: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, STAGES: tl.constexpr,
+    TP: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of D, slice or pair). ``weights (E, D, F)``; ``shares (T, TOP)`` are the routing weights. Writes
     ``parts (SLICES T + PAIRS, D)`` float32, each slice's output and each pair's weighted one."""
@@ -116,12 +122,16 @@ def down_kernel(
     if i_slice < SLICES:
         present = True
         m_token, i_pair = i_token < T, i_slice * T + i_token
-        p_weight = shared_down + i_slice * F + i_col * S
+        p_weight = shared_down + i_slice * F + tl.minimum(i_col, D - 1) * S
     else:
         i_expert, present = expert_of(index, i_slice - SLICES, PAIRS, PP)
         m_token, i_pair = tokens_of(index, i_expert, T, TB, TOP, TP)
         i_pair += SLICES * T
-        p_weight = weights + i_expert * D * F + i_col * F
+        p_weight = weights + i_expert * D * F + tl.minimum(i_col, D - 1) * F
+    if present:
+        # the choices were there before the kernel that this one waits for, and so were the weights
+        ask_for(p_weight, width, F, PDL)
+    wait(PDL)
     if present:
         i_dim = tl.arange(0, BF)
         b_out = tl.zeros((TB, BN), tl.float32)
@@ -142,10 +152,14 @@ def down_kernel(
 
 
 @triton.jit
-def sum_kernel(parts, out, D: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, BD: tl.constexpr):
+def sum_kernel(
+    parts, out, D: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, BD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Program (block of D, token): the token's outputs, added in the order of its choices, and the shared expert's."""
     i_token = tl.program_id(1)
     i_dim = tl.program_id(0) * BD + tl.arange(0, BD)
+    wait(PDL)
     b_out = tl.zeros((BD,), tl.float32)
     for i_choice in tl.static_range(TOP):
         i_pair = SLICES * T + i_token * TOP + i_choice
@@ -212,16 +226,18 @@ def routed_experts(
     }  # fmt: skip
     gate, up, last = (gate_up, gate_up, down) if shared is None else shared
     index, shares, states = index.contiguous(), shares.contiguous(), states.contiguous()
+    early = launches_early(states.device)
+    pdl = {"PDL": early, **({"launch_pdl": True} if early else {})}
     with current(states.device):
         up_kernel[(ceil_div(inner, 32), slices + pairs)](
             states=states, index=index, weights=gate_up, shared_gate=gate, shared_up=up, hidden=hidden, **shape, BF=32,
-            BD=min(128, power(width, 16)), STAGES=3, num_warps=4,
+            BD=min(128, power(width, 16)), STAGES=3, num_warps=4, **pdl,
         )  # fmt: skip
         down_kernel[(ceil_div(width, 16), slices + pairs)](
             hidden=hidden, index=index, shares=shares, weights=down, shared_down=last, parts=parts, **shape, BN=16,
-            BF=min(128, power(inner, 16)), STAGES=4, num_warps=2,
+            BF=min(128, power(inner, 16)), STAGES=4, num_warps=2, **pdl,
         )  # fmt: skip
         sum_kernel[(ceil_div(width, 512), tokens)](
-            parts=parts, out=out, D=width, T=tokens, TOP=choices, SLICES=slices, BD=512, num_warps=4
+            parts=parts, out=out, D=width, T=tokens, TOP=choices, SLICES=slices, BD=512, num_warps=4, **pdl
         )
     return out

@@ -42,8 +42,8 @@ def order_kernel(
             b_state = tl.load(states + i_pair // TOP * D + i_dim, mask=i_dim < D)
             tl.store(sorted_states + rank * D + i_dim, b_state, mask=i_dim < D)
     else:
-        i_expert = i_pair - PAIRS
-        tl.store(ends + i_expert, tl.sum((m_all & (b_all <= i_expert)).to(tl.int32), 0))
+        i_end = i_pair - PAIRS
+        tl.store(ends + i_end, tl.sum((m_all & (b_all <= i_end)).to(tl.int32), 0))
 
 
 @triton.jit

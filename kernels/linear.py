@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from latent_santa.integers import ceil_div
 
+from .device import ask_for, launches_early, wait
 from .launch import current
 from .plan import power
 
@@ -25,7 +26,7 @@ MOST_TOKENS = 16
 @triton.jit
 def linear_kernel(
     states, first, second, out, D: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, T: tl.constexpr, TB: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of N0, then block of N1). ``states (T, D)``, ``first (N0, D)``, ``second (N1, D)``; writes
     ``out (T, N0 + N1)``."""
@@ -35,13 +36,15 @@ def linear_kernel(
     if i_block < blocks:
         i_col = i_block * BN + tl.arange(0, BN)  # [BN]
         m_col = i_col < N0
-        p_weight = first + i_col * D
+        p_weight = first + tl.minimum(i_col, N0 - 1) * D
         i_out = i_col
     else:
         i_col = (i_block - blocks) * BN + tl.arange(0, BN)
         m_col = i_col < N1
-        p_weight = second + i_col * D
+        p_weight = second + tl.minimum(i_col, N1 - 1) * D
         i_out = N0 + i_col
+    ask_for(p_weight, D, D, PDL)
+    wait(PDL)
     b_out = tl.zeros((TB, BN), tl.float32)
     for start in tl.range(0, D, BD, num_stages=STAGES):
         m_dim = start + i_dim < D
@@ -72,10 +75,11 @@ def linear(states: Tensor, first: Tensor, second: Tensor | None = None) -> Tenso
     products beside each other, ``(T, N0 + N1)``."""
     (tokens, width), others = states.shape, 0 if second is None else second.shape[0]
     out = torch.empty(tokens, first.shape[0] + others, dtype=states.dtype, device=states.device)
+    early = launches_early(states.device)
     with current(states.device):
         linear_kernel[(ceil_div(first.shape[0], 16) + ceil_div(others, 16),)](
             states=states.contiguous(), first=first, second=first if second is None else second, out=out, D=width,
             N0=first.shape[0], N1=others, T=tokens, TB=power(tokens, 16), BN=16, BD=min(256, power(width, 16)),
-            STAGES=4, num_warps=2,
+            STAGES=4, PDL=early, num_warps=2, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out

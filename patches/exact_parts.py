@@ -8,6 +8,7 @@ random inputs on this device, so a release or a device with other roundings keep
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
@@ -21,6 +22,7 @@ from latent_santa.kernels import unavailable
 from .experts import GROUPED
 from .families.spread import spread_weight
 
+log = logging.getLogger("latent_santa")
 Forward = Callable[..., Any]
 MOST_TOKENS = 64
 # tokens and magnitudes of the inputs on which bits are compared
@@ -57,8 +59,9 @@ def _same_bits(original: Forward, forward: Forward, inputs: Iterable[tuple[Tenso
     try:
         with torch.no_grad():
             return all(torch.equal(forward(*given), original(*given)) for given in inputs)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return False  # it takes or gives something else
+    except Exception as error:  # it takes or gives something else, or its kernels cannot be made here
+        log.debug("%s keeps its own launches: %s", getattr(original, "__qualname__", original), error)
+        return False
 
 
 def _elsewhere(states: Tensor, weight: Tensor) -> bool:
