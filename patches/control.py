@@ -309,6 +309,8 @@ class Control:
             layer.asked = self.thread.asked
             if layer.foreign:
                 layer.regroup()
+        if all(layer.waiting is None for layer in layers):
+            return layers  # all rows came through this package, in equal numbers
         lengths = {rows.shape[-2] for layer in layers if layer.get_seq_length() for rows in (layer.keys, layer.values)}
         if len(lengths) > 1:
             raise NotImplementedError(

@@ -33,8 +33,9 @@ def add_parser(subparsers: Any) -> None:
             "Time whole decoding steps of a model with random weights. All settings take turns on the same cached "
             "rows, each through generate and as a bare hand-made step, so that ratios are paired.\n\n"
             f"A setting is one of {', '.join(BASES)}, with additions: {additions}. transformers is the model without a "
-            "patch; dense its own attention and absorbed_dense the fastest exact attention straight from the cache, "
-            "both through the patch; per_head and pooled are SANTA++'s estimators. On a CUDA device every patched "
+            "patch; dense its own attention and absorbed_dense the fastest exact attention straight from the cache "
+            "(FlashAttention-3 and FlashMLA take part where they import), both through the patch, so dense is "
+            "transformers in a graph; per_head and pooled are SANTA++'s estimators. On a CUDA device every patched "
             "setting replays its step as a CUDA graph, unless +eager."
         ),
         formatter_class=options.Help,

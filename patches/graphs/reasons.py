@@ -133,6 +133,8 @@ def reason_of_call(control: Control, call: ModelCall, kwargs: dict[str, Any]) ->
             return f"the call brings a {type(value).__name__} as {name}"
     if kwargs.get("position_ids") is None and hasattr(control.base, "rope_deltas"):
         return "the call brings no position_ids, and this model derives them on the host"
+    if call.as_captured:
+        return None  # what follows was so when the step was captured
     if not all(layer.get_seq_length() for layer in call.layers):
         return "some layers hold no rows (an early exit)"
     if len({layer.grouped.stop for layer in call.layers}) > 1:
