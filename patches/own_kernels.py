@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from latent_santa.kernels import unavailable
 
 from .own_attention import as_seen, own_attention
+from .own_layers import own_layer
 
 Forward = Callable[..., Any]
 # relative; a wrong formula is off by as much as the numbers are large
@@ -37,7 +38,7 @@ def own_forward(module: nn.Module, base: nn.Module) -> Forward | None:
         found = make(module)
         if found is not None:
             return found
-    return own_attention(module, base, _alike, _states)
+    return own_attention(module, base, _alike, _states) or own_layer(module, base, _alike, _states)
 
 
 def _experts(module: Any) -> Forward | None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels canno
 
 import latent_santa
 from latent_santa.kernels.support import interpreting
-from latent_santa.patches import compiled
+from latent_santa.patches import compiled, own_layers
 from latent_santa.patches.own_kernels import own_forward
 from latent_santa.patches.patch import Edits
 
@@ -25,12 +25,14 @@ if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
 
 TAKEN = {
-    "deepseek_v2-experts": {"DeepseekV2Attention", "DeepseekV2Experts", "DeepseekV2Moe", "DeepseekV2TopkRouter"},
-    "deepseek_v2-q_lora": {"DeepseekV2Attention"},
-    "deepseek_v3": {"DeepseekV3Attention"},
-    "qwen2": {"Qwen2Attention"},
-    "qwen3": {"Qwen3Attention"},
-}
+    "deepseek_v2-experts": {
+        "DeepseekV2Attention", "DeepseekV2DecoderLayer", "DeepseekV2Experts", "DeepseekV2Moe", "DeepseekV2TopkRouter"
+    },
+    "deepseek_v2-q_lora": {"DeepseekV2Attention", "DeepseekV2DecoderLayer"},
+    "deepseek_v3": {"DeepseekV3Attention", "DeepseekV3DecoderLayer"},
+    "qwen2": {"Qwen2Attention", "Qwen2DecoderLayer"},
+    "qwen3": {"Qwen3Attention", "Qwen3DecoderLayer"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -103,19 +105,51 @@ def test_adapters_and_hooks_that_come_later_count(change):
     assert not torch.allclose(forward(states), before, atol=0.01)
 
 
-def test_a_hook_of_a_norm_that_comes_later_counts(monkeypatch):
+def twice_in_place(module, args, output):
+    output.mul_(2)
+
+
+HOOKED = {
+    "the latents' norm": lambda layers: (layers[0].self_attn.kv_a_layernorm, double),
+    "a layer's second norm": lambda layers: (layers[0].post_attention_layernorm, double),
+    "the next layer's first norm": lambda layers: (layers[1].input_layernorm, double),
+    "a layer": lambda layers: (layers[0], double),
+    "a layer, in place": lambda layers: (layers[0], twice_in_place),
+}
+
+
+@pytest.mark.parametrize("place", HOOKED)
+def test_a_hook_that_comes_later_counts(place, monkeypatch):
     model, ids = tiny_model("deepseek_v2"), prompt(40)
     monkeypatch.setattr(
         sys.modules[Edits.__module__], "compile_parts", functools.partial(compiled.compile_parts, backend="eager")
     )
-    settings = {"budget": 4096, "parents": "contiguous"}
+    # our attention stands in for sampled steps only
+    settings = {"budget": 4096, "parents": "contiguous"} if "latents" in place else {"method": "dense"}
     with latent_santa.patch(model, compile=True, **settings):
         plain = generate(model, ids, 3)
-        model.model.layers[0].self_attn.kv_a_layernorm.register_forward_hook(double)
+        part, hook = HOOKED[place](model.model.layers)
+        part.register_forward_hook(hook)
         found = generate(model, ids, 3)
     with latent_santa.patch(model, **settings):
         assert_same(found, generate(model, ids, 3))
     assert not torch.allclose(found.scores[0], plain.scores[0], atol=0.01)
+
+
+def test_hidden_states_that_change_between_layers_are_normed_again():
+    base = tiny_model("qwen2").base_model
+    first, second = base.layers[0], base.layers[1].input_layernorm
+    states = torch.randn(2, 1, base.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    forward, none = own_forward(first, base), {"attention_mask": None, "position_embeddings": None}
+    first.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with torch.no_grad():
+        out = forward(states, **none)
+        torch.testing.assert_close(out, type(first).forward(first, states, **none))
+        torch.testing.assert_close(own_layers.carried(out, second), second(out))
+        assert own_layers.carried(out.clone(), second) is None  # another tensor
+        assert own_layers.carried(out, first.input_layernorm) is None  # another norm
+        out.mul_(2)
+        assert own_layers.carried(out, second) is None
 
 
 def test_many_tokens_and_gradients_keep_the_models_own_way():
