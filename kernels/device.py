@@ -39,25 +39,3 @@ def wait(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def wait_then_start(PDL: tl.constexpr):
-    """As :func:`wait`, but the next kernel starts after the wait, and finds what was written before this one."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def ask_for(rows, width, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """Let the first ``width`` (at most WIDTH) numbers behind each pointer come into the L2 cache, before a wait for
-    other inputs. Does nothing without programmatic dependent launch."""
-    if PDL:
-        LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # 128 bytes
-        i_number = tl.arange(0, triton.next_power_of_2(triton.cdiv(WIDTH, LINE))) * LINE
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l,r",
-            [rows[:, None] + i_number[None, :], (i_number < width)[None, :].to(tl.int32)], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from latent_santa.integers import ceil_div
 
-from .device import ask_for, launches_early, wait, wait_then_start
 from .launch import current
 from .plan import power
 from .support import unavailable, unsupported_dtype
@@ -59,7 +58,7 @@ def tokens_of(index, i_expert, T: tl.constexpr, TB: tl.constexpr, TOP: tl.conste
 def up_kernel(
     states, index, weights, shared_gate, shared_up, hidden, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr,
-    TP: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TP: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (block of F, slice or pair). ``states (T, D)``, ``index (T, TOP)``, ``weights (E, 2 F, D)``: gate over
     up. Writes ``hidden (SLICES T + PAIRS, F)``, silu(gate) * up, of the shared expert's slices first."""
@@ -73,12 +72,7 @@ def up_kernel(
         m_col = m_col & (i_slice * F + i_col < S)
         p_gate = shared_gate + i_slice * F * D
         p_up = shared_up + i_slice * F * D
-        o_last = tl.minimum(i_col, tl.minimum(S - i_slice * F, F) - 1) * D
-        ask_for(p_gate + o_last, D, D, PDL)
-        ask_for(p_up + o_last, D, D, PDL)
-        wait_then_start(PDL)
     else:
-        wait_then_start(PDL)
         i_expert, present = expert_of(index, i_slice - SLICES, PAIRS, PP)
         m_token, i_pair = tokens_of(index, i_expert, T, TB, TOP, TP)
         i_pair += SLICES * T
@@ -86,32 +80,32 @@ def up_kernel(
         p_up = p_gate + F * D
     if present:
         i_dim = tl.arange(0, BD)
-        o_col = i_col[None, :] * D
-        b_gate = tl.zeros((TB, BF), tl.float32)
-        b_up = tl.zeros((TB, BF), tl.float32)
+        o_col = i_col[:, None] * D
+        b_gate = tl.zeros((BF, TB), tl.float32)
+        b_up = tl.zeros((BF, TB), tl.float32)
         for start in tl.range(0, D, BD, num_stages=STAGES):
             m_dim = start + i_dim < D
-            m_state = m_token[:, None] & m_dim[None, :]
-            m_weight = m_dim[:, None] & m_col[None, :]
-            o_weight = o_col + (start + i_dim)[:, None]
-            b_state = tl.load(states + i_token[:, None] * D + (start + i_dim)[None, :], mask=m_state, other=0.0)
-            b_weight = tl.load(p_gate + o_weight, mask=m_weight, other=0.0)  # [BD, BF]
-            b_gate = tl.dot(b_state, b_weight, b_gate, input_precision="ieee")
-            b_weight = tl.load(p_up + o_weight, mask=m_weight, other=0.0)  # [BD, BF]
-            b_up = tl.dot(b_state, b_weight, b_up, input_precision="ieee")
+            m_state = m_dim[:, None] & m_token[None, :]
+            m_weight = m_col[:, None] & m_dim[None, :]
+            o_weight = o_col + (start + i_dim)[None, :]
+            b_state = tl.load(states + i_token[None, :] * D + (start + i_dim)[:, None], mask=m_state, other=0.0)
+            b_weight = tl.load(p_gate + o_weight, mask=m_weight, other=0.0)  # [BF, BD]
+            b_gate = tl.dot(b_weight, b_state, b_gate, input_precision="ieee")
+            b_weight = tl.load(p_up + o_weight, mask=m_weight, other=0.0)  # [BF, BD]
+            b_up = tl.dot(b_weight, b_state, b_up, input_precision="ieee")
         dtype: tl.constexpr = hidden.dtype.element_ty
         b_gate = b_gate.to(dtype).to(tl.float32)
         b_act = (b_gate / (1 + tl.exp(-b_gate))).to(dtype).to(tl.float32)
         b_hidden = b_act * b_up.to(dtype).to(tl.float32)
-        m_hidden = m_token[:, None] & m_col[None, :]
-        tl.store(hidden + i_pair[:, None] * F + i_col[None, :], b_hidden.to(dtype), mask=m_hidden)
+        m_hidden = m_col[:, None] & m_token[None, :]
+        tl.store(hidden + i_pair[None, :] * F + i_col[:, None], b_hidden.to(dtype), mask=m_hidden)
 
 
 @triton.jit
 def down_kernel(
     hidden, index, shares, weights, shared_down, parts, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr, TB: tl.constexpr,
-    TP: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TP: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (block of D, slice or pair). ``weights (E, D, F)``; ``shares (T, TOP)`` are the routing weights. Writes
     ``parts (SLICES T + PAIRS, D)`` float32, each slice's output and each pair's weighted one."""
@@ -122,44 +116,35 @@ def down_kernel(
     if i_slice < SLICES:
         present = True
         m_token, i_pair = i_token < T, i_slice * T + i_token
-        p_weight = shared_down + i_slice * F + tl.minimum(i_col, D - 1) * S
+        p_weight = shared_down + i_slice * F + i_col * S
     else:
         i_expert, present = expert_of(index, i_slice - SLICES, PAIRS, PP)
         m_token, i_pair = tokens_of(index, i_expert, T, TB, TOP, TP)
         i_pair += SLICES * T
-        p_weight = weights + i_expert * D * F + tl.minimum(i_col, D - 1) * F
-    if present:
-        # the choices were there before the kernel that this one waits for, and so were the weights
-        ask_for(p_weight, width, F, PDL)
-    wait(PDL)
+        p_weight = weights + i_expert * D * F + i_col * F
     if present:
         i_dim = tl.arange(0, BF)
-        b_out = tl.zeros((TB, BN), tl.float32)
+        b_out = tl.zeros((BN, TB), tl.float32)
         for start in tl.range(0, F, BF, num_stages=STAGES):
             m_dim = start + i_dim < width
-            m_hidden = m_token[:, None] & m_dim[None, :]
-            m_weight = m_dim[:, None] & (i_col < D)[None, :]
-            b_hidden = tl.load(hidden + i_pair[:, None] * F + (start + i_dim)[None, :], mask=m_hidden, other=0.0)
-            o_dim = (start + i_dim)[:, None]
-            b_weight = tl.load(p_weight[None, :] + o_dim, mask=m_weight, other=0.0)  # [BF, BN]
-            b_out = tl.dot(b_hidden, b_weight, b_out, input_precision="ieee")
+            m_hidden = m_dim[:, None] & m_token[None, :]
+            m_weight = (i_col < D)[:, None] & m_dim[None, :]
+            b_hidden = tl.load(hidden + i_pair[None, :] * F + (start + i_dim)[:, None], mask=m_hidden, other=0.0)
+            b_weight = tl.load(p_weight[:, None] + (start + i_dim)[None, :], mask=m_weight, other=0.0)  # [BN, BF]
+            b_out = tl.dot(b_weight, b_hidden, b_out, input_precision="ieee")
         # slices are rounded when they are added, as one product of the whole shared expert would be
         if i_slice >= SLICES:
             b_share = tl.load(shares + i_pair - SLICES * T, mask=m_token, other=0.0).to(tl.float32)  # [TB]
-            b_out = b_out.to(hidden.dtype.element_ty).to(tl.float32) * b_share[:, None]
-        m_part = m_token[:, None] & (i_col < D)[None, :]
-        tl.store(parts + i_pair[:, None] * D + i_col[None, :], b_out, mask=m_part)
+            b_out = b_out.to(hidden.dtype.element_ty).to(tl.float32) * b_share[None, :]
+        m_part = (i_col < D)[:, None] & m_token[None, :]
+        tl.store(parts + i_pair[None, :] * D + i_col[:, None], b_out, mask=m_part)
 
 
 @triton.jit
-def sum_kernel(
-    parts, out, D: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, BD: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+def sum_kernel(parts, out, D: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr, SLICES: tl.constexpr, BD: tl.constexpr):
     """Program (block of D, token): the token's outputs, added in the order of its choices, and the shared expert's."""
     i_token = tl.program_id(1)
     i_dim = tl.program_id(0) * BD + tl.arange(0, BD)
-    wait(PDL)
     b_out = tl.zeros((BD,), tl.float32)
     for i_choice in tl.static_range(TOP):
         i_pair = SLICES * T + i_token * TOP + i_choice
@@ -226,18 +211,16 @@ def routed_experts(
     }  # fmt: skip
     gate, up, last = (gate_up, gate_up, down) if shared is None else shared
     index, shares, states = index.contiguous(), shares.contiguous(), states.contiguous()
-    early = launches_early(states.device)
-    pdl = {"PDL": early, **({"launch_pdl": True} if early else {})}
     with current(states.device):
-        up_kernel[(ceil_div(inner, 32), slices + pairs)](
-            states=states, index=index, weights=gate_up, shared_gate=gate, shared_up=up, hidden=hidden, **shape, BF=32,
-            BD=min(128, power(width, 16)), STAGES=3, num_warps=4, **pdl,
+        up_kernel[(ceil_div(inner, 64), slices + pairs)](
+            states=states, index=index, weights=gate_up, shared_gate=gate, shared_up=up, hidden=hidden, **shape, BF=64,
+            BD=min(64, power(width, 16)), STAGES=4 if states.element_size() == 2 else 2, num_warps=4,
         )  # fmt: skip
-        down_kernel[(ceil_div(width, 16), slices + pairs)](
-            hidden=hidden, index=index, shares=shares, weights=down, shared_down=last, parts=parts, **shape, BN=16,
-            BF=min(128, power(inner, 16)), STAGES=4, num_warps=2, **pdl,
+        down_kernel[(ceil_div(width, 64), slices + pairs)](
+            hidden=hidden, index=index, shares=shares, weights=down, shared_down=last, parts=parts, **shape, BN=64,
+            BF=min(128, power(inner, 16)), STAGES=3, num_warps=4,
         )  # fmt: skip
         sum_kernel[(ceil_div(width, 512), tokens)](
-            parts=parts, out=out, D=width, T=tokens, TOP=choices, SLICES=slices, BD=512, num_warps=4, **pdl
+            parts=parts, out=out, D=width, T=tokens, TOP=choices, SLICES=slices, BD=512, num_warps=4
         )
     return out

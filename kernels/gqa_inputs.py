@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import launches_early, wait
 from .launch import current
 from .mla_inputs import Angles, rotate
 from .plan import power
@@ -16,13 +15,12 @@ from .plan import power
 def gqa_inputs_kernel(
     query, key, value, cos, sin, place, keys, values, query_stride, key_stride, value_stride, angle_strides,
     keys_strides, values_strides, H, G, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
+    PAIRS_OUT: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """Program (h, sequence) rotates head h of ``query (B, H D)`` in place. Program (H + g, sequence) rotates head g of
     ``key (B, G D)`` and writes it and ``value (B, G D)`` to row ``place`` of ``keys`` and ``values`` (row 0 if not
     PLACED), whose strides are (sequence, head, row)."""
     i_head, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    wait(PDL)
     i_row = 0
     if PLACED:
         i_row = tl.load(place)
@@ -55,7 +53,6 @@ def gqa_inputs(
     """
     batch, heads, width = query.shape
     one = angles.cos.shape[0] == 1  # the same position in every sequence
-    early = launches_early(query.device)
     with current(query.device):
         gqa_inputs_kernel[(heads + key.shape[1], batch)](
             query=query,
@@ -80,7 +77,5 @@ def gqa_inputs(
             PAIRS_IN=angles.pairs_in,
             PAIRS_OUT=angles.pairs_out,
             PLACED=place is not None,
-            PDL=early,
             num_warps=1,
-            **({"launch_pdl": True} if early else {}),
         )

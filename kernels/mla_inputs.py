@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import launches_early, wait
 from .launch import current
 from .plan import power
 
@@ -63,13 +62,11 @@ def mla_inputs_kernel(
     query, compressed, weight, cos, sin, place, latents, keys, eps, query_stride, compressed_stride, angle_strides,
     latents_strides, keys_strides, H, NOPE: tl.constexpr, ROPE: tl.constexpr, BH: tl.constexpr, RANK: tl.constexpr,
     BR: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, PLACED: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, sequence) rotates the last ROPE numbers of head h's ``query (B, H (NOPE + ROPE))`` in place. Program
     (H, sequence) norms the first RANK numbers of ``compressed (B, RANK + ROPE)`` and rotates the others, and writes
     them to row ``place`` of ``latents`` and ``keys`` (row 0 if not PLACED), whose strides are (sequence, row)."""
     i_head, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    wait(PDL)
     i_row = 0
     if PLACED:
         i_row = tl.load(place)
@@ -114,7 +111,6 @@ def mla_inputs(
     """
     batch, heads, width = query.shape
     one = angles.cos.shape[0] == 1  # the same position in every sequence
-    early = launches_early(query.device)
     with current(query.device):
         mla_inputs_kernel[(heads + 1, batch)](
             query=query,
@@ -140,7 +136,5 @@ def mla_inputs(
             PAIRS_IN=angles.pairs_in,
             PAIRS_OUT=angles.pairs_out,
             PLACED=place is not None,
-            PDL=early,
             num_warps=1,
-            **({"launch_pdl": True} if early else {}),
         )

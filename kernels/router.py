@@ -19,14 +19,10 @@ from .plan import power
 
 
 @triton.jit
-def logits_kernel(
-    states, weight, logits, D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, BD: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+def logits_kernel(states, weight, logits, D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, BD: tl.constexpr):
     """Program (block of E, token): ``logits (T, E)`` of ``states (T, D)`` and ``weight (E, D)``, summed in float32."""
     i_token = tl.program_id(1)
     i_expert = tl.program_id(0) * EB + tl.arange(0, EB)  # [EB]
-    wait(PDL)
     b_sum = tl.zeros((EB,), tl.float32)
     for start in range(0, D, BD):
         i_dim = start + tl.arange(0, BD)
@@ -71,14 +67,13 @@ def softmax_router(states: Tensor, weight: Tensor, top: int, scale: float) -> tu
     shares = torch.empty(tokens, top, dtype=torch.float32, device=device)
     index = torch.empty(tokens, top, dtype=torch.int64, device=device)
     early = launches_early(device)
-    pdl = {"launch_pdl": True} if early else {}
     with current(device):
         logits_kernel[(ceil_div(experts, 4), tokens)](
             states=states, weight=weight, logits=logits, D=width, E=experts, EB=4, BD=min(power(width), 2048),
-            PDL=early, num_warps=4, **pdl,
+            num_warps=4,
         )  # fmt: skip
         choose_kernel[(tokens,)](
             logits=logits, shares=shares, index=index, scale=scale, E=experts, EP=power(experts), TOP=top, PDL=early,
-            num_warps=1, **pdl,
+            num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return logits, shares, index

@@ -8,6 +8,7 @@ random inputs on this device, so a release or a device with other roundings keep
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -28,8 +29,8 @@ MOST_TOKENS = 64
 # tokens and magnitudes of the inputs on which bits are compared
 TRIED, MAGNITUDES = (1, 8, MOST_TOKENS), (0.01, 1.0, 30.0)
 TOP = "num_experts_per_tok"
-# whether parts of one class and size were seen to agree
-_agreed: dict[tuple[Any, ...], bool] = {}
+# what makes the forward of parts of one class and size, or None where nothing has their bits
+_agreed: dict[tuple[Any, ...], Callable[[Any], Forward] | None] = {}
 
 
 def exact_parts(base: nn.Module) -> list[tuple[nn.Module, str, Forward]]:
@@ -43,16 +44,19 @@ def exact_parts(base: nn.Module) -> list[tuple[nn.Module, str, Forward]]:
 
 def exact_forward(module: Any) -> Forward | None:
     """A ``forward`` for the module that launches few kernels for few tokens, or None where none has its bits."""
-    norm = _is_norm(module)
-    if not norm and not _is_grouped_experts(module):
+    if _is_norm(module):
+        part, kinds = _with_other_weights(module), [_norm]
+    elif _is_grouped_experts(module):
+        part, kinds = module, [_experts, _experts_around_products]
+    else:
         return None
-    forward = _norm if norm else _experts
     sizes = tuple((name, weight.shape, weight.dtype, weight.device) for name, weight in module.named_parameters())
     key = (type(module), sizes, getattr(module, "variance_epsilon", None))
     if key not in _agreed:
-        part = _with_other_weights(module) if norm else module
-        _agreed[key] = _same_bits(part.forward, forward(part), _inputs(part))
-    return forward(module) if _agreed[key] else None
+        seen = (kind for kind in kinds if _same_bits(part.forward, kind(part), _inputs(part)))
+        _agreed[key] = next(seen, None)
+    kind = _agreed[key]
+    return None if kind is None else kind(module)
 
 
 def _same_bits(original: Forward, forward: Forward, inputs: Iterable[tuple[Tensor, ...]]) -> bool:
@@ -110,14 +114,32 @@ def _is_grouped_experts(module: Any) -> bool:
 
 
 def _experts(module: Any) -> Forward:
-    """The experts' forward with own launches around their grouped products."""
+    """The experts' forward in own launches but for the activation."""
+    from latent_santa.kernels.grouped import grouped_product
+
+    def product(states: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        # an adapter puts tensors of its own in place of the weights
+        if module.is_transposed or not weights.is_contiguous() or weights.dtype != states.dtype:
+            return _library_product(module, states, weights, ends)
+        return grouped_product(states, weights, ends, len(states) // getattr(module.config, TOP))  # a token's once
+
+    return _with_products(module, product)
+
+
+def _experts_around_products(module: Any) -> Forward:
+    """The experts' forward with own launches around PyTorch's grouped products."""
+    return _with_products(module, functools.partial(_library_product, module))
+
+
+def _library_product(module: Any, states: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    result: Tensor = moe._grouped_linear(states, weights, ends, bias=None, is_transposed=module.is_transposed)
+    return result
+
+
+def _with_products(module: Any, product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Forward:
     from latent_santa.kernels.grouped import grouped_experts
 
     original, count = module.forward, module.down_proj.shape[0]
-
-    def product(states: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        result: Tensor = moe._grouped_linear(states, weight, ends, bias=None, is_transposed=module.is_transposed)
-        return result
 
     def products(states: Tensor, ends: Tensor) -> Tensor:
         return product(module._apply_gate(product(states, module.gate_up_proj, ends)), module.down_proj, ends)

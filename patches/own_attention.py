@@ -1,4 +1,4 @@
-"""Attention modules in sampled calls of one token: what comes before attention in one launch, projections in few."""
+"""Attention modules in sampled calls of one token: what comes between its projections and it in one launch."""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ def own_attention(
     inputs = _mla(module) or _gqa(module)
     if inputs is None:
         return None
-    from latent_santa.kernels.linear import linear, plain
-
     original, norm = module.forward, getattr(module, "kv_a_layernorm", None)
     cache_name = next((n for n in CACHE_NAMES if n in inspect.signature(type(module).forward).parameters), "")
 
     def project(out: Tensor) -> Tensor:
         """Attention output ``(B, 1, heads, D)`` as hidden states ``(B, 1, D)``."""
-        flat, last = out.reshape(len(out), -1), module.o_proj
-        return (linear(flat, last.weight) if plain(flat, last) else last(flat))[:, None]
+        projected: Tensor = module.o_proj(out.reshape(len(out), -1))
+        return projected[:, None]
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -89,19 +87,14 @@ def _mla(module: Any) -> Inputs | None:
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not all(hasattr(module, name) for name in parts) or eps is None or getattr(norm, "weight", None) is None:
         return None
-    from latent_santa.kernels.linear import linear, plain
     from latent_santa.kernels.mla_inputs import mla_inputs
 
     rank, rope = module.kv_lora_rank, module.qk_rope_head_dim
     width = module.qk_nope_head_dim + rope
 
     def inputs(states: Tensor, embeddings: Any, rows: Pair | None, place: Tensor | None) -> Any:
-        first, last = module.q_proj if module.q_lora_rank is None else module.q_a_proj, module.kv_a_proj_with_mqa
-        if plain(states, first, last):
-            both = linear(states, first.weight, last.weight)
-            query, compressed = both.split((first.out_features, last.out_features), -1)
-        else:
-            query, compressed = first(states), last(states)
+        query = (module.q_proj if module.q_lora_rank is None else module.q_a_proj)(states)
+        compressed = module.kv_a_proj_with_mqa(states)
         if module.q_lora_rank is not None:
             query = module.q_b_proj(module.q_a_layernorm(query))
         query = query.unflatten(-1, (-1, width))

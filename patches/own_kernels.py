@@ -68,7 +68,6 @@ def _experts_with_shared(module: Any) -> Forward | None:
     if {name for name, _ in module.named_children()} != {"experts", "gate", "shared_experts"}:
         return None
     from latent_santa.kernels.experts import MOST_TOKENS, Shared, reason_not, routed_experts
-    from latent_santa.kernels.linear import plain
 
     experts, mlp, original = module.experts, module.shared_experts, module.forward
     if not hasattr(experts, "gate_up_proj") or reason_not(experts) is not None:
@@ -80,7 +79,7 @@ def _experts_with_shared(module: Any) -> Forward | None:
         # adapters and hooks may have come since
         same = as_seen(module.experts, experts) and as_seen(module.shared_experts, mlp)
         linear = [getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
-        alike = same and flat.dtype == gate_up.dtype and plain(flat[:1], *linear)
+        alike = same and flat.dtype == gate_up.dtype and _plain(flat, *linear)
         if len(flat) > MOST_TOKENS or not alike or torch.is_grad_enabled():
             return original(hidden_states)  # type: ignore[no-any-return]
         _, shares, index = module.gate(hidden_states)
@@ -88,6 +87,18 @@ def _experts_with_shared(module: Any) -> Forward | None:
         return routed_experts(flat, index, shares, gate_up, experts.down_proj, shared).view(hidden_states.shape)
 
     return _seen_to_agree(original, forward, _states(experts.gate_up_proj, 1))
+
+
+def _plain(states: Tensor, *layers: Any) -> bool:
+    """Whether these linear layers are products with their weights, of the states' dtype, and nothing else."""
+    return all(
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and layer.weight.dtype == states.dtype
+        and layer.weight.is_contiguous()
+        and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+        for layer in layers
+    )
 
 
 def _router(module: Any) -> Forward | None:

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels canno
 
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNorm
 
-from latent_santa.kernels.grouped import grouped_experts
+from latent_santa.kernels.grouped import grouped_experts, grouped_product
 from latent_santa.kernels.norm import rms_norm
 from latent_santa.kernels.support import interpreting
 from latent_santa.patches import exact_parts
@@ -65,6 +65,17 @@ def test_pairs_come_in_the_order_of_experts_and_back(tokens: int, top: int) -> N
 
         found = grouped_experts(states, index, shares, experts, products)
         assert torch.equal(found, in_turn(states[:, None] * scales[index][..., None], shares))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_expert_multiplies_its_own_rows(dtype: torch.dtype) -> None:
+    counts = torch.tensor([0, 3, 1, 0, 20, 2])  # more than a program takes at once, and none
+    states, weights = normal(26, 150).to(dtype), normal(6, 70, 150, seed=1).to(dtype)
+    ends = counts.cumsum(0).to(torch.int32)
+    rows = torch.repeat_interleave(torch.arange(6), counts)
+    wanted = torch.einsum("pd,pnd->pn", states.double(), weights.double()[rows])
+    found = grouped_product(states, weights, ends, 1)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=0.02 if dtype == torch.float16 else 1e-4)
 
 
 def test_a_part_is_taken_over_only_where_its_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: the kernels cannot run")
 
 from latent_santa.kernels.gqa_inputs import gqa_inputs
-from latent_santa.kernels.linear import linear, plain
 from latent_santa.kernels.mla_inputs import Angles, mla_inputs
 from latent_santa.kernels.router import softmax_router
 from latent_santa.kernels.support import interpreting
@@ -36,25 +35,6 @@ def test_a_softmax_router_takes_the_largest_probabilities(
 def test_of_equal_probabilities_the_first_experts_count() -> None:
     _, shares, index = softmax_router(normal(2, 8), torch.ones(5, 8), 3, 1.0)
     assert index.tolist() == [[0, 1, 2]] * 2 and torch.allclose(shares, torch.tensor(0.2))
-
-
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
-def test_two_products_of_a_few_tokens_stand_beside_each_other(
-    tokens: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    states, first, second = (normal(n, 41, seed=n).to(dtype) for n in (tokens, 19, 34))
-    wanted = states.double() @ torch.cat((first, second)).double().T
-    torch.testing.assert_close(linear(states, first, second).double(), wanted, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(linear(states, second).double(), wanted[:, 19:], rtol=tolerance, atol=tolerance)
-
-
-def test_layers_that_do_more_than_a_product_are_no_plain_ones() -> None:
-    layer, states = torch.nn.Linear(4, 6, bias=False), normal(3, 4)
-    assert plain(states, layer) and not plain(states.half(), layer) and not plain(normal(17, 4), layer)
-    assert not plain(states, torch.nn.Linear(4, 6))
-    layer.register_forward_hook(lambda *args: None)
-    assert not plain(states, layer)
 
 
 @pytest.mark.parametrize(("pairs_in", "pairs_out"), [(True, True), (True, False), (False, False)])
