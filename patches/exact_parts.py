@@ -1,8 +1,9 @@
-"""Norms and routed experts in few launches with the bits of the model's own, in calls of few tokens on a GPU.
+"""Norms, routed experts and what stands around attention in few launches with the bits of the model's own, in calls of
+few tokens on a GPU.
 
 A decoding step is hundreds of small kernels of PyTorch's. Those that round nothing but what they say can be joined
-without another bit in the outputs. A part is taken over only where it gave the bits of its class's own forward on
-random inputs on this device, so a release or a device with other roundings keeps its own.
+without another bit in the outputs. A part is taken over only where it gave the bits of its own forward on random inputs
+on this device, so a release or a device with other roundings keeps its own. Hooks and adapters see the model's own.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from latent_santa.kernels import unavailable
 
 from .experts import GROUPED
 from .families.spread import spread_weight
+from .own_attention import autocasts, hooked, own_attention
 
 log = logging.getLogger("latent_santa")
 Forward = Callable[..., Any]
 MOST_TOKENS = 64
-# tokens and magnitudes of the inputs on which bits are compared
-TRIED, MAGNITUDES = (1, 8, MOST_TOKENS), (0.01, 1.0, 30.0)
-TOP = "num_experts_per_tok"
+# tokens and magnitudes of the inputs on which bits are compared; own products have another tile for each of the last
+TRIED, MAGNITUDES = (1, 8, 32, MOST_TOKENS), (0.01, 1.0, 30.0)
+HALF = (torch.bfloat16, torch.float16)
 # what makes the forward of parts of one class and size, or None where nothing has their bits
 _agreed: dict[tuple[Any, ...], Callable[[Any], Forward] | None] = {}
 
@@ -39,7 +41,22 @@ def exact_parts(base: nn.Module) -> list[tuple[nn.Module, str, Forward]]:
     if any(not weight.is_cuda or unavailable(weight.device) for weight in weights) or any(map(spread_weight, weights)):
         return []
     modules = (module for module in base.modules() if "forward" not in vars(module))
-    return [(module, "forward", forward) for module in modules if (forward := exact_forward(module)) is not None]
+    found = ((module, exact_forward(module) or exact_attention(module, base)) for module in modules)
+    return [(module, "forward", forward) for module, forward in found if forward is not None]
+
+
+def exact_attention(module: Any, base: Any) -> Forward | None:
+    """A ``forward`` for an attention module that rotates and writes its row in one launch, or None where that has other
+    bits, or where others than plain projections take part."""
+    linear = [child for name, child in module.named_children() if "_proj" in name]
+    plain = all(type(child) is nn.Linear and child.weight.dtype in HALF for child in linear)
+    if not linear or not plain or hooked(module.modules()):
+        return None
+
+    def states(weight: Tensor, tokens: int) -> Tensor:
+        return _normal(weight, 1, tokens, weight.shape[-1])
+
+    return own_attention(module, base, torch.equal, states, MOST_TOKENS, own_norm=False)
 
 
 def exact_forward(module: Any) -> Forward | None:
@@ -51,7 +68,7 @@ def exact_forward(module: Any) -> Forward | None:
     else:
         return None
     sizes = tuple((name, weight.shape, weight.dtype, weight.device) for name, weight in module.named_parameters())
-    key = (type(module), sizes, getattr(module, "variance_epsilon", None))
+    key = (type(module), sizes, getattr(module, "variance_epsilon", None), _top(module))
     if key not in _agreed:
         seen = (kind for kind in kinds if _same_bits(part.forward, kind(part), _inputs(part)))
         _agreed[key] = next(seen, None)
@@ -72,14 +89,15 @@ def _elsewhere(states: Tensor, weight: Tensor) -> bool:
     """Whether a call is left to the module's own forward."""
     few = states.numel() <= MOST_TOKENS * states.shape[-1]
     alike = states.dtype == weight.dtype and states.device == weight.device and states.stride(-1) == 1
-    return not few or not alike or torch.is_grad_enabled() or torch.compiler.is_compiling()
+    plain = not torch.is_grad_enabled() and not autocasts(states) and not torch.compiler.is_compiling()
+    return not few or not alike or not plain
 
 
 def _is_norm(module: Any) -> bool:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return False
-    return weight.dim() == 1 and weight.dtype in (torch.bfloat16, torch.float16)
+    return weight.dim() == 1 and weight.dtype in HALF
 
 
 def _with_other_weights(norm: Any) -> Any:
@@ -110,7 +128,7 @@ def _is_grouped_experts(module: Any) -> bool:
         return False
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         return False
-    return hasattr(module.config, TOP) and hasattr(moe, "_grouped_linear") and grouped(module)
+    return _top(module) is not None and hasattr(moe, "_grouped_linear") and grouped(module)
 
 
 def _experts(module: Any) -> Forward:
@@ -121,7 +139,7 @@ def _experts(module: Any) -> Forward:
         # an adapter puts tensors of its own in place of the weights
         if module.is_transposed or not weights.is_contiguous() or weights.dtype != states.dtype:
             return _library_product(module, states, weights, ends)
-        return grouped_product(states, weights, ends, len(states) // getattr(module.config, TOP))  # a token's once
+        return grouped_product(states, weights, ends, len(states) // _top(module))  # a token's once
 
     return _with_products(module, product)
 
@@ -146,7 +164,7 @@ def _with_products(module: Any, product: Callable[[Tensor, Tensor, Tensor], Tens
 
     @wraps(original)
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        tried = top_k_index.shape[1] == getattr(module.config, TOP)
+        tried = top_k_index.shape[1] == _top(module)
         tried = tried and top_k_weights.dtype in (torch.float32, hidden_states.dtype)
         if not tried or not grouped(module) or _elsewhere(hidden_states, module.down_proj):
             return original(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
@@ -161,6 +179,11 @@ def grouped(module: Any) -> bool:
     return module.config._experts_implementation == GROUPED and found is moe.grouped_mm_experts_forward
 
 
+def _top(module: Any) -> Any:
+    """Experts per token, where a module has them."""
+    return getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+
+
 def _inputs(module: Any) -> Iterator[tuple[Tensor, ...]]:
     """Random arguments of a norm or of experts, as a decoding step has them."""
     if _is_norm(module):
@@ -168,7 +191,7 @@ def _inputs(module: Any) -> Iterator[tuple[Tensor, ...]]:
             states = _normal(module.weight, tokens, 1, len(module.weight))
             yield from ((size * states,) for size in MAGNITUDES)
         return
-    weight, top, generator = module.gate_up_proj, getattr(module.config, TOP), torch.Generator().manual_seed(1)
+    weight, top, generator = module.gate_up_proj, _top(module), torch.Generator().manual_seed(1)
     width = weight.shape[1] if module.is_transposed else weight.shape[2]
     for tokens in TRIED:
         index = torch.rand(tokens, len(weight), generator=generator).topk(top).indices.to(weight.device)

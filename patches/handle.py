@@ -158,7 +158,12 @@ class SantaHandle:
     @property
     def compiled(self) -> int:
         """Parts of the model that are compiled, or have our kernels, in calls of one token; they round otherwise."""
-        return self._edits.compiled
+        return self._edits.parts if self._edits.compiled else 0
+
+    @property
+    def exact_parts(self) -> int:
+        """Parts of the model that run on our kernels in calls of few tokens, with the bits of its own."""
+        return 0 if self._edits.compiled else self._edits.parts
 
     @property
     def shadow(self) -> bool:

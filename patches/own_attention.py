@@ -1,10 +1,11 @@
-"""Attention modules in sampled calls of one token: what comes between its projections and it in one launch."""
+"""Attention modules in sampled calls of one token: what comes between projections and attention in one launch."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,25 +18,33 @@ from .control import CACHE_NAMES
 if TYPE_CHECKING:
     from latent_santa.kernels.mla_inputs import Angles
 
+log = logging.getLogger("latent_santa")
 PROBE = "latent_santa_probe"
 Pair: TypeAlias = "tuple[Tensor, Tensor]"
-# (states ``(B, D)``, position embeddings, where rows lie and which one to write, or None and None for new ones of one
-# row) to (query states ``(B, heads, 1, D)``, both of the cache layer's rows)
+# (states ``(B, 1, D)``, position embeddings, where rows lie and which one to write, or None and None for new ones of
+# one row) to (query states ``(B, heads, 1, D)``, both of the cache layer's rows)
 Inputs: TypeAlias = "Callable[[Tensor, Any, Pair | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]"
 
 
 def own_attention(
-    module: Any, base: Any, alike: Callable[[Any, Any], bool], states: Callable[[Tensor, int], Tensor]
+    module: Any,
+    base: Any,
+    alike: Callable[[Any, Any], bool],
+    states: Callable[[Tensor, int], Tensor],
+    tokens: int = 1,
+    own_norm: bool = True,
 ) -> Callable[..., Any] | None:
     """A ``forward`` for an attention module, or None where our kernels compute something else than its own forward.
 
     Args:
-        alike: whether two results differ by rounding.
-        states: random hidden states for a weight and a number of tokens.
+        alike: whether two results are near enough.
+        states: random hidden states ``(1, tokens, D)`` for a weight and a number of tokens.
+        tokens: on how many random states the two are compared, each in a sequence and at a place of its own.
+        own_norm: norm the latent in our launch; otherwise the model's norm does it.
     """
     if not hasattr(module, "o_proj") or not hasattr(module, "scaling") or not hasattr(base, "rotary_emb"):
         return None
-    inputs = _mla(module) or _gqa(module)
+    inputs = _mla(module, own_norm) or _gqa(module)
     if inputs is None:
         return None
     original, norm = module.forward, getattr(module, "kv_a_layernorm", None)
@@ -43,8 +52,8 @@ def own_attention(
 
     def project(out: Tensor) -> Tensor:
         """Attention output ``(B, 1, heads, D)`` as hidden states ``(B, 1, D)``."""
-        projected: Tensor = module.o_proj(out.reshape(len(out), -1))
-        return projected[:, None]
+        projected: Tensor = module.o_proj(out.reshape(len(out), 1, -1))
+        return projected
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -52,36 +61,48 @@ def own_attention(
         embeddings, patched = kwargs.get("position_embeddings"), module.__dict__.get("_latent_santa")
         call = patched and patched.control.thread.call
         one = isinstance(states, Tensor) and states.shape[1] == 1 and embeddings is not None and len(args) < 2
-        one = one and (norm is None or as_seen(module.kv_a_layernorm, norm))
-        if not one or not call or not call.kind.sampled or torch.is_grad_enabled():
+        one = one and (norm is None or module.kv_a_layernorm is norm) and not hooked(module.children())
+        if not one or not call or not call.kind.sampled or torch.is_grad_enabled() or autocasts(states):
             return original(*args, **kwargs)
         layer = call.layers[module.layer_idx]
         if layer.place is not None:  # a step with fixed addresses
-            query, *rows = inputs(states[:, 0], embeddings, layer.buffers, layer.place)
+            query, *rows = inputs(states, embeddings, layer.buffers, layer.place)
         else:
-            query, *new = inputs(states[:, 0], embeddings, None, None)
+            query, *new = inputs(states, embeddings, None, None)
             rows = kwargs[cache_name].update(*new, module.layer_idx)
         return project(patched(query, *rows, None, scaling=module.scaling)[0]), None
 
     try:
-        hidden, place = states(module.o_proj.weight.T, 1), torch.full((1, 1), 5, device=module.o_proj.weight.device)
-        attended = states(module.o_proj.weight, 1)
+        hidden, attended = (states(w, tokens).transpose(0, 1) for w in (module.o_proj.weight.T, module.o_proj.weight))
+        # low ones, as some embeddings keep frequencies for the longest text that they have seen
+        place = 5 + torch.arange(tokens, device=hidden.device)[:, None] % 27
         embeddings = base.rotary_emb(hidden, place)
         wanted = _handed_over(module, hidden, embeddings, cache_name, attended)
         with torch.no_grad():
-            found = (*inputs(hidden[:, 0], embeddings, None, None), project(attended[:, :, None]))
+            found = (*inputs(hidden, embeddings, None, None), project(attended))
             agree = all(alike(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
-        return None  # it takes other arguments, or gives something else
+    except Exception as error:  # it takes other arguments or gives something else, or its kernels cannot be made here
+        log.debug("%s keeps its own launches: %s", type(module).__name__, error)
+        return None
     return forward if agree else None
+
+
+def hooked(modules: Iterable[Any]) -> bool:
+    """Whether somebody looks at what a module takes or gives; our kernels work in place, or leave modules out."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def as_seen(now: Any, seen: Any) -> bool:
     """Whether a module whose ``forward`` our kernels leave out is still the one they were compared with."""
-    return now is seen and not (now._forward_hooks or now._forward_pre_hooks)
+    return now is seen and not hooked([now])
 
 
-def _mla(module: Any) -> Inputs | None:
+def autocasts(states: Tensor) -> bool:
+    """Whether a call's products may be in another dtype than that of its weights."""
+    return torch.is_autocast_enabled(states.device.type)
+
+
+def _mla(module: Any, own_norm: bool) -> Inputs | None:
     parts = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
     norm: Any = getattr(module, "kv_a_layernorm", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -97,9 +118,12 @@ def _mla(module: Any) -> Inputs | None:
         compressed = module.kv_a_proj_with_mqa(states)
         if module.q_lora_rank is not None:
             query = module.q_b_proj(module.q_a_layernorm(query))
-        query = query.unflatten(-1, (-1, width))
-        latents, keys = rows or (states.new_empty(len(states), 1, 1, rank), states.new_empty(len(states), 1, 1, rope))
-        mla_inputs(query, compressed, norm.weight, eps, _angles(module, embeddings), rope, latents, keys, place)
+        query = query[:, 0].unflatten(-1, (-1, width))
+        normed = None if own_norm else module.kv_a_layernorm(compressed[..., :rank]).contiguous()
+        new = (states.new_empty(len(states), 1, 1, part) for part in (rank, rope))
+        latents, keys = rows or new
+        angles = _angles(module, embeddings)
+        mla_inputs(query, compressed[:, 0], norm.weight, eps, angles, rope, latents, keys, place, normed)
         return query[:, :, None], latents, keys
 
     return inputs
@@ -111,7 +135,7 @@ def _gqa(module: Any) -> Inputs | None:
     from latent_santa.kernels.gqa_inputs import gqa_inputs
 
     def inputs(states: Tensor, embeddings: Any, rows: Pair | None, place: Tensor | None) -> Any:
-        parts = (part(states) for part in (module.q_proj, module.k_proj, module.v_proj))
+        parts = (part(states)[:, 0] for part in (module.q_proj, module.k_proj, module.v_proj))
         query, key, value = (part.unflatten(-1, (-1, module.head_dim)) for part in parts)
         if hasattr(module, "q_norm"):
             # with a dimension for tokens, by which a compiled norm knows that they are few
@@ -138,7 +162,7 @@ def _angles(module: Any, embeddings: Any) -> Angles:
 def _handed_over(
     module: Any, states: Tensor, embeddings: Any, cache_name: str, attended: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the module's own forward hands to attention and to the cache, and what it makes of ``attended (1, 1, D)``:
+    """What the module's own forward hands to attention and to the cache, and what it makes of ``attended (B, 1, D)``:
     query states, both rows, and its output."""
     seen: list[Tensor] = []
 

@@ -47,6 +47,7 @@ def patch(
         compile: put norms, MLPs, routers and the rotary embedding under ``torch.compile`` in calls of one token, and
             where Triton runs, attention's inputs and projections, experts and softmax routers on kernels of our own.
             Outputs then differ by rounding, and the first decoding step of each batch size takes seconds longer.
+            Without it only those parts run on our kernels that give the same bits as the model's own on this device.
         **overrides: fields of :class:`SantaConfig` to change, such as ``budget=256``.
 
     Returns:
@@ -115,14 +116,15 @@ class Edits:
     """What the patch set on a model, in order, with what stood there before.
 
     Attributes:
-        compiled: parts of the model that are compiled, or run on our kernels.
+        parts: parts of the model that are compiled, or run on our kernels.
+        compiled: whether these round otherwise than the model's own.
     """
 
     def __init__(
         self, model: PreTrainedModel, control: Control, parts: list[tuple[nn.Module, str, Any]], compiled: bool
     ) -> None:
         global _patched_models
-        self.compiled = len(parts) if compiled else 0
+        self.parts, self.compiled = len(parts), compiled
         self._undo: list[tuple[Any, str, bool, Any]] = []
         ALL_ATTENTION_FUNCTIONS[NAME] = attention_forward
         _patched_models += 1

@@ -44,6 +44,8 @@ def report(handle: SantaHandle, control: Control) -> str:
         console.print(f"graphs: {_graphs(handle.graphs)}")
     if handle.compiled:
         console.print(f"compiled: {handle.compiled} parts in calls of one token; outputs differ by rounding")
+    if handle.exact_parts:
+        console.print(f"own kernels: {handle.exact_parts} parts in calls of few tokens, with the model's bits")
     for line in _notes(handle, control):
         console.print(line)
     equation = EQUATIONS.get(handle.layout, "units of its layout")

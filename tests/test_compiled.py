@@ -21,8 +21,8 @@ PARTS = {
 }
 # what has kernels of our own where they run
 OWN = {
-    "deepseek_v2-experts": {"DeepseekV2Experts", "DeepseekV2Moe", "DeepseekV2Attention"},
-    "qwen2": {"Qwen2Attention"},
+    "deepseek_v2-experts": {"DeepseekV2Attention", "DeepseekV2DecoderLayer", "DeepseekV2Experts", "DeepseekV2Moe"},
+    "qwen2": {"Qwen2Attention", "Qwen2DecoderLayer"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ pytest.importorskip("triton", reason="triton is not installed: the kernels canno
 
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNorm
 
+import latent_santa
 from latent_santa.kernels.grouped import grouped_experts, grouped_product
 from latent_santa.kernels.norm import rms_norm
 from latent_santa.kernels.support import interpreting
 from latent_santa.patches import exact_parts
+from latent_santa.patches.patch import Edits
 
+from .call_again import on_the_cpu
 from .step_cases import normal
-from .tiny_models import tiny_model
+from .tiny_models import assert_same, generate, prompt, tiny_model
 
 if not interpreting():
     pytest.skip("tests/gpu runs the kernels on the GPU", allow_module_level=True)
@@ -100,6 +104,71 @@ def test_prompts_and_calls_with_gradients_keep_the_norms_own_forward() -> None:
     with torch.no_grad():
         assert torch.equal(forward(long), module(long))
     assert forward(normal(1, 1, 16).half()).requires_grad
+
+
+def parts_with_the_same_bits(base: Any) -> list[tuple[Any, str, Any]]:
+    """As on a GPU."""
+    found = (
+        (part, exact_parts.exact_forward(part) or exact_parts.exact_attention(part, base)) for part in base.modules()
+    )
+    return [(part, "forward", forward) for part, forward in found if forward is not None]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2-q_lora", "deepseek_v3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_attention_and_norms_leave_every_bit_of_a_generation(
+    name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(name).half()
+    kinds = [type(part).__name__ for part, _, _ in parts_with_the_same_bits(model.base_model)]
+    assert sum(kind.endswith("Attention") for kind in kinds) == 2
+    assert sum(kind.endswith("Norm") for kind in kinds) == sum(
+        type(part).__name__.endswith("RMSNorm") for part in model.base_model.modules()
+    )
+    found = []
+    for parts in (lambda base: [], parts_with_the_same_bits):
+        monkeypatch.setattr(sys.modules[Edits.__module__], "exact_parts", parts)
+        with (
+            on_the_cpu(),
+            latent_santa.patch(model, budget=16, parents="contiguous", graphs="on" if graphs else "off") as santa,
+        ):
+            found.append(generate(model, prompt(40, 2), 4))
+            assert santa.graphs.replayed == 2 * graphs and santa.compiled == 0
+            assert santa.exact_parts == len(parts(model.base_model))
+            assert ("with the model's bits" in santa.report()) == (santa.exact_parts > 0)
+    assert_same(found[1], found[0], 0)
+
+
+def see(module: Any, args: Any, output: Tensor) -> None:
+    """Looks at an output and at nothing else."""
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "qwen3"])
+def test_where_somebody_looks_attention_keeps_its_own_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(name).half()
+    base, attention = model.base_model, model.model.layers[0].self_attn
+    hook = attention.q_proj.register_forward_hook(see)
+    assert exact_parts.exact_attention(attention, base) is None
+    hook.remove()
+    attention.q_proj = Twice(attention.q_proj)
+    assert exact_parts.exact_attention(attention, base) is None
+    attention.q_proj = attention.q_proj.inner
+
+    seen: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(sys.modules[Edits.__module__], "exact_parts", parts_with_the_same_bits)
+    with latent_santa.patch(model, budget=16, parents="contiguous"):
+        attention.q_proj.register_forward_hook(lambda module, args, output: seen.append((output, output.clone())))
+        generate(model, prompt(40), 3)
+    assert len(seen) >= 3 and all(torch.equal(*pair) for pair in seen)  # nothing was rotated in place
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: Tensor) -> Tensor:
+        return 2 * self.inner(states)  # type: ignore[no-any-return]
 
 
 def test_nothing_is_taken_over_on_the_cpu() -> None:
