@@ -16,7 +16,7 @@ from torch import Tensor
 
 from latent_santa.integers import ceil_div
 
-from .plan import Plan, Shapes, list_capacity, mask_words, padded_teams, power, tiles
+from .plan import RUN, Plan, Shapes, mask_words, padded_teams, power, tiles
 from .support import MOST_HEADS, MOST_KEY_DIMS, unavailable, unsupported_dtype
 from .workspace import Sizes, race
 
@@ -107,10 +107,14 @@ class PagedScratch:
 DEFAULT = PagedScratch()
 
 
-def sizes_of(s: Shapes, p: Plan, pooled: bool) -> Sizes:
-    """Dtype and shape of every scratch buffer of a step."""
+def sizes_of(s: Shapes, p: Plan, pooled: bool, parent_size: int) -> Sizes:
+    """Dtype and shape of every scratch buffer of a step; ``parent_size`` is P."""
     q, h, padded, parents, places = s.batch, s.heads, *map(padded_teams, (s.teams, s.parents, s.places))
-    lists = (torch.int32, (q, ceil_div(h, p.attend_heads), p.shares, list_capacity(s, p)))
+    # a share has pairs of parents in turn, or runs of rows; then runs of the rows in no team, here two at a time, so
+    # that the lists' strides stay multiples of 16
+    own = 2 * ceil_div(s.prompt, 2 * parent_size * p.shares)
+    share = (q, ceil_div(h, p.attend_heads), p.shares)
+    lists = (torch.int32, (*share, own * parent_size + 2 * RUN * ceil_div(s.suffix, 2 * RUN * p.shares)))
     scores = race(q, h, places, s.teams_per_head, p.block)
     if s.parents:
         first = race(q, h, parents, s.parents_per_head, p.parent_block)
@@ -135,6 +139,7 @@ def sizes_of(s: Shapes, p: Plan, pooled: bool) -> Sizes:
         **({"pooled": (torch.float32, (q, padded))} if pooled else {}),
         "list_rows": lists,
         "list_teams": lists,
+        "list_parents": (torch.int32, (*share, own)),
         **({} if pooled else {"list_bits": lists}),
         "part_out": (torch.float32, (q, h, p.shares, s.values)),
         "part_max": (torch.float32, (q, h, p.shares)),

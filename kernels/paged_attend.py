@@ -15,12 +15,12 @@ from .paged_rows import list_rows_of, request, share_of_rows
 @triton.jit(do_not_specialize=["K", "dense_below"])
 def paged_attend_kernel(
     query0, query1, latents, rotary, table, seq_lens, dense, team, flags, corrections, list_rows, list_teams, list_bits,
-    part_out, part_max, part_sum, part_rows, scale, K, dense_below, query0_strides, query1_strides, row_stride,
-    table_stride, MP, H, CAPACITY, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr, BD1: tl.constexpr,
-    HB: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr,
-    SLOTS: tl.constexpr, FLAGGED: tl.constexpr, P: tl.constexpr, R: tl.constexpr, TALL: tl.constexpr,
-    SPLIT: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    list_parents, part_out, part_max, part_sum, part_rows, scale, K, dense_below, query0_strides, query1_strides,
+    row_stride, table_stride, MP, H, CAPACITY, PARENTS, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr,
+    BD1: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
+    SIZE: tl.constexpr, SLOTS: tl.constexpr, FLAGGED: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    TALL: tl.constexpr, SPLIT: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr, DTYPE: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (share, head block, request). A request's last rows, or all of them where it samples no teams, are in no
     team and count fully. ALL: no request of this launch samples.
@@ -36,20 +36,19 @@ def paged_attend_kernel(
     p_query1 = query1 + i_b.to(tl.int64) * query1_strides[0]
     b_high0, b_low0 = query_parts(p_query0, i_head, H, query0_strides[2], D0, BD0, DTYPE, SPLIT)
     b_high1, b_low1 = query_parts(p_query1, i_head, H, query1_strides[2], D1, BD1, DTYPE, SPLIT)
-    o_list = ((i_b.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * shares + i_share) * CAPACITY
-    p_list_rows = list_rows + o_list
-    p_list_teams = list_teams + o_list
-    p_list_bits = list_bits + o_list
+    i_list = (i_b.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * shares + i_share
+    p_list_rows = list_rows + i_list * CAPACITY
+    p_list_teams = list_teams + i_list * CAPACITY
+    p_list_bits = list_bits + i_list * CAPACITY
     p_table = table + i_b.to(tl.int64) * table_stride
     p_flags = flags + i_b.to(tl.int64) * WORDS * MP
     grouped = n * 0 if ALL else teams // SLOTS * SIZE
-    i_row, i_team, m_row = share_of_rows(
-        p_table, team, 0, n, grouped, i_share, shares, SIZE=SIZE, P=P, R=R, LANES=LANES
-    )
+    i_row, i_team, m_row = share_of_rows(p_table, team, n, grouped, i_share, shares, SIZE=SIZE, P=P, R=R, LANES=LANES)
     wait(PDL)
     total, union = list_rows_of(
-        i_row, i_team, m_row, p_table, team, p_flags, p_list_rows, p_list_teams, p_list_bits, n, grouped, i_share,
-        shares, MP, first_head, SIZE=SIZE, P=P, R=R, HB=HB, WORDS=WORDS, POOLED=POOLED, ALL=ALL, LANES=LANES,
+        i_row, i_team, m_row, p_table, team, p_flags, p_list_rows, p_list_teams, p_list_bits,
+        list_parents + i_list * PARENTS, n, grouped, i_share, shares, MP, first_head, SIZE=SIZE, P=P, R=R, HB=HB,
+        WORDS=WORDS, POOLED=POOLED, ALL=ALL, LANES=LANES,
     )  # fmt: skip
     tl.debug_barrier()
     b_top, b_mass, b_out = attend_listed(

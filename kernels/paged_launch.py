@@ -26,7 +26,6 @@ from .plan import (
     candidate_blocks,
     candidates,
     choose,
-    list_capacity,
     mask_words,
     padded_teams,
     power,
@@ -108,7 +107,7 @@ def scratch_bytes(
 ) -> int:
     """Bytes that :class:`PagedScratch` holds after a step with such a block table; queries are of the cache's dtype."""
     s = shapes_of(table, heads, dims, dtype, dtype, block_size, sampling, device)
-    sizes = sizes_of(s, planned(s, ()), sampling.estimator == "pooled")
+    sizes = sizes_of(s, planned(s, ()), sampling.estimator == "pooled", sampling.parent_size)
     return sum(math.prod(shape) * held.itemsize for held, shape in sizes.values())
 
 
@@ -144,7 +143,7 @@ class PagedLaunches:
         self.two_stage = self.shapes.parents > 0
         self.pooled = sampling.estimator == "pooled"
         self.plan = planned(self.shapes, tuple(scratch.overrides.items()))
-        self.buffers = scratch.buffers(sizes_of(self.shapes, self.plan, self.pooled), cache.device)
+        self.buffers = scratch.buffers(sizes_of(self.shapes, self.plan, self.pooled, records.parent_size), cache.device)
         self.walking = scratch.programs * self.shapes.processors
         self.early = launches_early(cache.device)
 
@@ -324,6 +323,7 @@ class PagedLaunches:
             list_rows=b["list_rows"],
             list_teams=b["list_teams"],
             list_bits=b["list_teams"] if self.pooled else b["list_bits"],
+            list_parents=b["list_parents"],
             part_out=b["part_out"],
             part_max=b["part_max"],
             part_sum=b["part_sum"],
@@ -332,7 +332,8 @@ class PagedLaunches:
             row_stride=self.parts[0].stride(1),
             table_stride=self.table.stride(0),
             MP=padded_teams(s.teams),
-            CAPACITY=list_capacity(s, p),
+            CAPACITY=b["list_rows"].shape[-1],
+            PARENTS=b["list_parents"].shape[-1],
             D0=s.dims[0],
             D1=s.dims[1],
             BD0=power(s.dims[0], 16),

@@ -15,13 +15,13 @@ kernels = pytest.importorskip("latent_santa.kernels.paged")
 pytest.importorskip("triton")
 
 # small blocks, so that small cases have several of everything, and programs that walk over several tiles
-SMALL = {"route_teams": 16, "attend_rows": 16, "lanes": 32, "shares": 2, "combine_shares": 2, "pool_teams": 16}
+SMALL = {"route_teams": 16, "attend_rows": 16, "shares": 2, "combine_shares": 2, "pool_teams": 16}
 LENGTHS = (70, 0, 85)
 
 
-def run(case: Paged, dense=None, **changes):
+def run(case: Paged, dense=None, lanes=32, **changes):
     """Output and counts of the kernels, from scratch memory full of NaN."""
-    scratch = kernels.PagedScratch(SMALL, programs=1)
+    scratch = kernels.PagedScratch({**SMALL, "lanes": lanes}, programs=1)
     sampling = replace(case.sampling, **changes)
     counts = torch.zeros(len(case.rows) + 1, 4, dtype=torch.int64)
     from latent_santa.kernels.paged_launch import PagedLaunches
@@ -35,8 +35,8 @@ def run(case: Paged, dense=None, **changes):
     return got, counts[:-1]
 
 
-def check(case: Paged, tolerance: float = 5e-6, **changes):
-    got, counts = run(case, **changes)
+def check(case: Paged, tolerance: float = 5e-6, lanes: int = 32, **changes):
+    got, counts = run(case, lanes=lanes, **changes)
     want, expected = replace(case, query=case.query.float()).run(**changes)
     assert torch.equal(counts, expected)
     assert float((got - want).abs().max()) < tolerance
@@ -55,6 +55,11 @@ def check(case: Paged, tolerance: float = 5e-6, **changes):
 )
 def test_kernels_are_the_twin(block_size, settings):
     check(make_paged(LENGTHS, block_size, **settings))
+
+
+@pytest.mark.parametrize("settings, lanes", [({}, 64), ({"heads": 36}, 16)])
+def test_a_share_is_looked_at_in_one_go_or_by_its_parents(settings, lanes):
+    check(make_paged((38,), **settings), lanes=lanes)
 
 
 def test_flagged_requests_attend_to_every_row():

@@ -1,7 +1,8 @@
 """SANTA++ on a CPU's vLLM: for tests and small models; the platform's own MLA there is for tests too.
 
-vLLM's CPU platform chooses the MLA backend itself, and turns chunked prefill and prefix caching off because its prefill
-does not read cached rows. This backend's does, so both stay as the user set them.
+vLLM's CPU platform chooses the MLA backend itself, turns chunked prefill and prefix caching off because its prefill
+does not read cached rows, and makes blocks of 16 rows because its decoding takes no others. This backend's prefill
+reads them and its decoding takes others, so all three stay as the user set them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, MLACommonMetadataBuilder
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -69,6 +71,16 @@ class SantaCPUBackend(CPUMLABackend):
         return []
 
     @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Blocks of whole parents; :func:`.settings.check_engine` says which."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """As above."""
+        return True
+
+    @staticmethod
     def get_impl_cls() -> type[SantaCPUImpl]:
         """The class of the layers' attention."""
         return SantaCPUImpl
@@ -97,10 +109,15 @@ def take_over() -> None:
     def keeping(cls: type, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        block_size = cache.block_size if cache.user_specified_block_size else None
+        cache.user_specified_block_size = False  # else it warns of overriding what is set again below
         own(vllm_config)
+        cache.user_specified_block_size = block_size is not None
+        if block_size is not None:
+            cache.block_size = block_size
         if vllm_config.model_config is None:
             return
-        check_engine(vllm_config, read(additional=vllm_config.additional_config))
+        check_engine(vllm_config, read(additional=vllm_config.additional_config), block_size)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
 
     keeping.keeps_caching = True  # type: ignore[attr-defined]

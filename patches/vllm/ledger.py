@@ -60,7 +60,7 @@ class Ledger:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         if path or log_seconds:
             threading.Thread(target=self._watch, name="latent_santa ledger", daemon=True).start()
-            atexit.register(self.write)
+            atexit.register(self._try_to_write)
 
     def before_step(self, ids: Sequence[str], rows: Sequence[int], decodes: int) -> None:
         """Note who has which place in the step that follows; the counts of the step before move to their requests.

@@ -68,7 +68,8 @@ def read(environment: Mapping[str, str] = os.environ, additional: Any = None) ->
     if unknown:
         raise ValueError(
             f"unknown setting {', '.join(unknown)}: vLLM's plugin has {', '.join((*METHOD, *own))}, each as "
-            f'{PREFIX}NAME in the environment or in additional_config["{KEY}"]'
+            f'{PREFIX}NAME in the environment or in additional_config["{KEY}"]; parents are contiguous there, and '
+            "routing reads the cache's own rows"
         )
     method = {name: _plain(name, value) for name, value in given.items() if name in METHOD}
     config = SantaConfig(parents="contiguous", first_token="dense", **method)

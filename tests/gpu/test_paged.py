@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from latent_santa import paged
+from latent_santa.kernels.paged import PagedScratch, paged_attention
 
 from ..paged_cases import Paged, make_paged
 
@@ -65,6 +66,22 @@ def test_kernels_are_the_twin(settings: dict[str, Any], tolerance: float, noise:
     compare(got, want, tolerance)
     for _ in range(5):
         assert torch.equal(case.run()[0], got)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"estimator": "pooled", "block_size": 64}, {"parents_per_head": 16}, {"heads": 128, "seed": 2}],
+    ids=["per head", "pooled", "two stages", "128 heads"],
+)
+def test_long_shares_are_looked_at_by_their_parents(settings: dict[str, Any]) -> None:
+    """Such as those of eight requests with 32K rows and more: here made long by few shares and narrow looks."""
+    case, _ = both(**settings)
+    want, expected = case.run()
+    counts = torch.zeros_like(expected)
+    where = (case.cache, case.records, case.block_table, case.seq_lens, case.sampling, counts)
+    got = paged_attention(case.parts, *where, scratch=PagedScratch({"lanes": 128, "shares": 2}))
+    assert torch.equal(counts, expected)
+    compare(got, want.cpu().float(), 1e-2)
 
 
 @pytest.mark.parametrize("settings", [{"dense_below": 1 << 20}, {"teams_per_head": 4096}], ids=["short", "budget"])

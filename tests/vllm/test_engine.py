@@ -20,6 +20,7 @@ SMALL = {"LATENT_SANTA_BUDGET": "32", "LATENT_SANTA_SEED": "5"}
 FULL = {"LATENT_SANTA_BUDGET": "100000"}
 PLAIN = {"enable_prefix_caching": False, "enable_chunked_prefill": False}
 LAYERS, HEADS = 6, 8
+GQA = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2}
 
 
 def asked(prompts: list[list[int]], tokens: int = TOKENS) -> list[dict[str, Any]]:
@@ -114,14 +115,29 @@ def test_chunks_and_shared_prefixes_change_no_token(
     assert not found["preempted"]
 
 
-def test_two_stages_route_fewer_rows(engine: Run, prompts: list[list[int]], alone: dict[str, Any]) -> None:
-    settings = SMALL | {"LATENT_SANTA_ROUTING": "two_stage", "LATENT_SANTA_PARENTS_PER_HEAD": "1"}
-    found = engine([*([one] for one in asked(prompts)), asked(prompts)], settings, **PLAIN)
+@pytest.mark.parametrize("estimator, block", [("per_head", 16), ("pooled", 64)])
+def test_two_stages_route_fewer_rows_in_blocks_of_either_size(
+    engine: Run, prompts: list[list[int]], alone: dict[str, Any], estimator: str, block: int
+) -> None:
+    settings = {"ROUTING": "two_stage", "PARENTS_PER_HEAD": "1", "ESTIMATOR": estimator}
+    found = engine([*([one] for one in asked(prompts)), asked(prompts)], SMALL | {f"LATENT_SANTA_{k}": v for k, v in
+                   settings.items()}, block_size=block, **PLAIN)  # fmt: skip
     *single, together = (tokens(batch) for batch in found["answers"])
     assert [one[0] for one in single] == together
     one_stage, two_stages = alone["ledger"]["totals"], found["ledger"]["totals"]
-    assert two_stages["suffix"] == one_stage["suffix"] and two_stages["dense_rows"] == 0
-    assert two_stages["routing"] < 0.8 * one_stage["routing"]
+    seen = [n for ids in prompts for n in range(len(ids) + 1, len(ids) + TOKENS)]
+    assert two_stages["suffix"] == 2 * LAYERS * sum(n - (n - 1) // block * block for n in seen)
+    assert two_stages["dense_rows"] == 0 and two_stages["routing"] < 0.8 * one_stage["routing"]
+
+
+@pytest.mark.parametrize(
+    "changes, refused",
+    [({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8: teams"), ({"hf_overrides": GQA}, "has no latent cache")],
+    ids=["fp8", "GQA"],
+)
+def test_what_cannot_be_sampled_is_refused_by_name(engine: Run, changes: dict[str, Any], refused: str) -> None:
+    with pytest.raises(AssertionError, match=f"SANTA\\+\\+ in vLLM refuses .*{refused}"):
+        engine([], SMALL, load_format="dummy", **changes)
 
 
 def test_speculated_tokens_are_left_to_vllm_and_counted(
