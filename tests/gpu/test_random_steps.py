@@ -1,4 +1,5 @@
-"""A thousand random small steps on a CUDA device: `make test-random SEED=5000 CASES=200` starts elsewhere."""
+"""A thousand random small steps on a CUDA device, one in five of more than 32 heads: `make test-random SEED=5000
+CASES=200` starts elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def test_random_steps() -> None:
     failed = []
     for seed in range(first, first + cases):
         try:
-            check_case(seed, "cuda")
+            check_case(seed, "cuda", many=seed % 5 == 4)
         except AssertionError as error:
             failed.append(str(error))
     assert not failed, f"{len(failed)} of {cases} cases differ:\n" + "\n".join(failed[:20])
