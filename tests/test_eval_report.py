@@ -176,7 +176,10 @@ def test_a_picture_of_many_methods_has_its_names_below(tmp_path):
 
 
 def test_without_results_there_is_no_picture(tmp_path):
-    summary = summarise(make_run(tmp_path, {DENSE: same([None] * 4)}))
+    store = make_run(tmp_path, {DENSE: same([None] * 4)})
+    summary, picture = summarise(store), tmp_path / "access_accuracy.png"
+    picture.write_bytes(b"of results that no longer count")
+    assert write_reports(store)[1] == ["no picture: no setting has all of its results yet"] and not picture.exists()
     with pytest.raises(plots.NoPicture, match="no setting has all of its results yet"):
         plots.access_accuracy(summary)
     assert tables.markdown(summary).count("| dense (SDPA) | - | - |") == 4

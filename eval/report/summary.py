@@ -370,4 +370,6 @@ def write_reports(
             write_atomic(directory / "access_accuracy.png", plots.access_accuracy(summary))
         except plots.NoPicture as reason:
             notes.append(f"no picture: {reason}")
+            # an earlier one may show results that no longer count
+            (directory / "access_accuracy.png").unlink(missing_ok=True)
     return summary, notes
