@@ -79,10 +79,10 @@ def weigh_kernel(outputs, place, shares, out, D, TOP: tl.constexpr, BD: tl.const
 
 @triton.jit
 def product_kernel(
-    states, ends, weights, out, N: tl.constexpr, D: tl.constexpr, TB: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    states, ends, weights, out, N: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of N, expert): its rows of ``states (PAIRS, D)``, TB at a time, times ``weights (E, N, D)``, which
+    """Program (block of N, expert): its rows of ``states (PAIRS, D)``, BT at a time, times ``weights (E, N, D)``, which
     come first, so that few rows are the narrow side. Writes ``out (PAIRS, N)``."""
     i_expert = tl.program_id(1)
     stop = tl.load(ends + i_expert)
@@ -90,34 +90,33 @@ def product_kernel(
     i_col = tl.program_id(0) * BN + tl.arange(0, BN)
     i_dim = tl.arange(0, BD)
     p_weight = weights + i_expert.to(tl.int64) * N * D
-    for i_first in range(first, stop, TB):
-        i_row = i_first + tl.arange(0, TB)
-        b_out = tl.zeros((BN, TB), tl.float32)
+    for i_first in range(first, stop, BT):
+        i_row = i_first + tl.arange(0, BT)
+        b_out = tl.zeros((BN, BT), tl.float32)
         for start in tl.range(0, D, BD, num_stages=STAGES):
             m_dim = start + i_dim < D
             o_weight = i_col[:, None] * D + (start + i_dim)[None, :]
             b_weight = tl.load(p_weight + o_weight, mask=(i_col < N)[:, None] & m_dim[None, :], other=0.0)  # [BN, BD]
             o_state = i_row[None, :] * D + (start + i_dim)[:, None]
-            b_state = tl.load(states + o_state, mask=(i_row < stop)[None, :] & m_dim[:, None], other=0.0)  # [BD, TB]
+            b_state = tl.load(states + o_state, mask=(i_row < stop)[None, :] & m_dim[:, None], other=0.0)  # [BD, BT]
             b_out = tl.dot(b_weight, b_state, b_out, input_precision="ieee")
         m_out = (i_row < stop)[None, :] & (i_col < N)[:, None]
         tl.store(out + i_row[None, :] * N + i_col[:, None], b_out.to(out.dtype.element_ty), mask=m_out)
 
 
-def grouped_product(states: Tensor, weights: Tensor, ends: Tensor, rows: int) -> Tensor:
+def grouped_product(states: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """``(PAIRS, N)``: each expert's rows times its weight, in the states' dtype.
 
     Args:
         states: ``(PAIRS, D)``, rows by expert.
         weights: ``(E, N, D)``, contiguous, of the states' dtype.
         ends: ``(E,)`` int32, where each expert's rows stop.
-        rows: of an expert that one program takes at a time.
     """
     experts, number, width = weights.shape
     out = torch.empty(len(states), number, dtype=states.dtype, device=states.device)
     with current(states.device):
         product_kernel[(ceil_div(number, 64), experts)](
-            states=states, ends=ends, weights=weights, out=out, N=number, D=width, TB=power(rows, 16), BN=64,
+            states=states, ends=ends, weights=weights, out=out, N=number, D=width, BT=16, BN=64,
             BD=min(128, power(width, 16)), STAGES=3, num_warps=4,
         )  # fmt: skip
     return out

@@ -28,7 +28,7 @@ from .own_attention import autocasts, hooked, own_attention
 log = logging.getLogger("latent_santa")
 Forward = Callable[..., Any]
 MOST_TOKENS = 64
-# tokens and magnitudes of the inputs on which bits are compared; own products have another tile for each of the last
+# tokens and magnitudes of the inputs on which bits are compared
 TRIED, MAGNITUDES = (1, 8, 32, MOST_TOKENS), (0.01, 1.0, 30.0)
 HALF = (torch.bfloat16, torch.float16)
 # what makes the forward of parts of one class and size, or None where nothing has their bits
@@ -139,7 +139,7 @@ def _experts(module: Any) -> Forward:
         # an adapter puts tensors of its own in place of the weights
         if module.is_transposed or not weights.is_contiguous() or weights.dtype != states.dtype:
             return _library_product(module, states, weights, ends)
-        return grouped_product(states, weights, ends, len(states) // _top(module))  # a token's once
+        return grouped_product(states, weights, ends)
 
     return _with_products(module, product)
 
