@@ -17,12 +17,15 @@ from latent_santa.eval.report.paper_tables import MEAN
 from latent_santa.eval.report.tables import against_table, has_bounds, markdown_table
 
 ROOT = Path(__file__).parents[1] / "results"
-FRONTIER = "diagnose/frontier"
-LEVELS = (20.0, 40.0, 50.0, 65.0)  # percent of dense's rows
-SHORT = 50.0  # the level that eval/README.md shows
-FEWEST = 6  # prompts per task, of which a resampled interval says anything
 PAPER = "SANTA++ contiguous 16/4 per head"
 PAPER_KMEANS = "SANTA++ k-means 16/4 per head"
+FRONTIER = "diagnose/frontier"
+# attention errors of every method: of which model, which method the others are paired with, percentages of dense's rows
+FRONTIERS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    FRONTIER: ("embedded model (MLA)", PAPER, (20.0, 40.0, 50.0, 65.0)),
+}
+SHORT = 50.0  # the level that eval/README.md shows
+FEWEST = 6  # prompts per task, of which a resampled interval says anything
 QWEN_MLA = "the same network written as DeepSeek-V2 (MLA)"
 FIELD = "field_4096"
 # runs of scores that have every method: which one the others are paired with, and percentages of dense's rows
@@ -55,8 +58,8 @@ def verdict(low: float | None, high: float | None, lower_wins: bool) -> str:
     return "won" if (high < 0) == lower_wins else "lost"
 
 
-def _errors_at(frontier: dict[str, Any], level: float) -> list[equal_rows.Ranked]:
-    return equal_rows.ranking(equal_rows.errors(frontier), level, PAPER, frontier["settings"]["seed"], logarithmic=True)
+def _errors_at(frontier: dict[str, Any], level: float, base: str = PAPER) -> list[equal_rows.Ranked]:
+    return equal_rows.ranking(equal_rows.errors(frontier), level, base, frontier["settings"]["seed"], logarithmic=True)
 
 
 def _scores_at(field: str, level: float) -> list[equal_rows.Ranked]:
@@ -147,33 +150,41 @@ def _prompts(summary: dict[str, Any]) -> str:
     return f"{summary['n']} prompts per task" + ("" if _fewest(summary) == summary["n"] else " at most")
 
 
+def _frontier(folder: str) -> str:
+    """Attention errors of every method of one model and length at equal rows."""
+    frontier, (model, paper, levels) = _read(f"{folder}/frontier.json"), FRONTIERS[folder]
+    prompts = [f"{count} prompt{'s' * (count > 1)} of {task}" for task, count in frontier["prompts_per_task"].items()]
+    known = ", and the embedded model knows this project's synthetic tasks alone" if folder == FRONTIER else ""
+    found = (
+        f"\n## Attention error, {model}, {frontier['settings']['length']} tokens\n\n"
+        f"`latent-santa diagnose frontier`, {frontier['calls']} dense calls of {' and '.join(prompts)}. Each method "
+        "stands at the same percentage of dense's rows: between its measured budgets, the logarithm of each prompt's error "
+        "is taken from a straight line over rows. Differences are to the paper's method on the same "
+        f"prompts at the same rows, {paper}. A method is missing at a level outside its measured budgets. An attention "
+        f"error is no task score{known}.\n\n![attention error against rows read]({folder}/frontier.png)\n"
+    )
+    for level in levels:
+        ranked = _ranked_table(_errors_at(frontier, level, paper), True, paper)
+        found += f"\n### Errors at {level:.0f} % of the rows\n\n{ranked}"
+    for name, level in _single(frontier).items():
+        ranked = _ranked_table(_errors_at(frontier, level, paper), True, paper)
+        found += f"\n### {level:.1f} % of the rows, where {name} stands\n\n{ranked}"
+    return found + (
+        "\n### Methods that scan every key\n\nBound: the rows that were attended, of dense's, as if no scan had been "
+        f"needed to choose them.\n\n{_scans_table(frontier)}"
+    )
+
+
 def page() -> str:
     """The whole page."""
-    frontier = _read(f"{FRONTIER}/frontier.json")
-    prompts = " and ".join(f"{count} prompts of {task}" for task, count in frontier["prompts_per_task"].items())
     parts = [
         "# Results: every method at equal rows\n\n"
         "Made of the files in these folders by `make results`; no number is typed by hand. `won` and `lost` say that a "
         "95 % interval of the paired difference leaves out zero; nothing says that it does not, "
         f"or that a task has fewer than {FEWEST} prompts. Rows read are Equation "
-        "13 (GQA) or 14 (MLA), routing included; they are logical access, not time.\n\n"
-        f"## Attention error, embedded model (MLA), {frontier['settings']['length']} tokens\n\n"
-        f"`latent-santa diagnose frontier`, {frontier['calls']} dense calls of {prompts}. Each method stands "
-        "at the same percentage of dense's rows: between its measured budgets, the logarithm of each prompt's error "
-        "is taken from a straight line over rows. Differences are to the paper's method on the same "
-        f"prompts at the same rows, {PAPER}. A method is missing at a level outside its measured budgets. An attention "
-        "error is no task score, and the embedded model knows this project's synthetic tasks alone.\n\n"
-        f"![attention error against rows read]({FRONTIER}/frontier.png)\n"
+        "13 (GQA) or 14 (MLA), routing included; they are logical access, not time.\n"
     ]
-    for level in LEVELS:
-        parts.append(f"\n### {level:.0f} % of the rows\n\n{_ranked_table(_errors_at(frontier, level), True)}")
-    for name, level in _single(frontier).items():
-        made = _ranked_table(_errors_at(frontier, level), True)
-        parts.append(f"\n### {level:.1f} % of the rows, where {name} stands\n\n{made}")
-    parts.append(
-        "\n### Methods that scan every key\n\nBound: the rows that were attended, of dense's, as if no scan had been "
-        f"needed to choose them.\n\n{_scans_table(frontier)}"
-    )
+    parts += [_frontier(folder) for folder in FRONTIERS]
     parts += [_field(folder) for folder in FIELDS]
     for folder, title in RUNS.items():
         summary = _read(f"{folder}/summary.json")
