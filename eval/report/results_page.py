@@ -158,10 +158,10 @@ def _frontier(folder: str) -> str:
     found = (
         f"\n## Attention error, {model}, {frontier['settings']['length']} tokens\n\n"
         f"`latent-santa diagnose frontier`, {frontier['calls']} dense calls of {' and '.join(prompts)}. Each method "
-        "stands at the same percentage of dense's rows: between its measured budgets, the logarithm of each prompt's error "
-        "is taken from a straight line over rows. Differences are to the paper's method on the same "
-        f"prompts at the same rows, {paper}. A method is missing at a level outside its measured budgets. An attention "
-        f"error is no task score{known}.\n\n![attention error against rows read]({folder}/frontier.png)\n"
+        "stands at the same percentage of dense's rows: between its measured budgets, the logarithm of each prompt's "
+        "error is taken from a straight line over rows. Differences are to the paper's method on the same prompts at "
+        f"the same rows, {paper}. A method is missing at a level outside its measured budgets. An attention error is "
+        f"no task score{known}.\n\n![attention error against rows read]({folder}/frontier.png)\n"
     )
     for level in levels:
         ranked = _ranked_table(_errors_at(frontier, level, paper), True, paper)
