@@ -64,7 +64,8 @@ def test_every_patched_setting_replays_its_step_on_the_same_rows(model: Any, fil
         result = measured.results[name]
         assert len(result["bare_ms"]) == len(result["generate_ms"]) == 2 and min(result["generate_ms"]) > 0
         assert (result["percent"] == 100) == (name in ("transformers", "dense", "absorbed_dense"))
-        assert result["experts"] == {"bare": [], "generate": [], "kernels": False}  # the one layer has none
+        # the one layer has none
+        assert result["experts"] == {"bare": [], "generate": [], "kernels": False, "same_bits": False}
     for state, (keys, values) in zip(filled._plain, rows, strict=True):
         assert state.keys.equal(keys) and state.values.equal(values)
     # per head and pooled share their teams; those of sampled steps have room behind them
@@ -172,7 +173,8 @@ def test_a_run_is_written_goes_on_and_makes_the_readmes_table(
 def made_up(batch: int, context: int) -> dict[str, Any]:
     def result(milliseconds: float, **more: Any) -> dict[str, Any]:
         rounds = [milliseconds, 1.1 * milliseconds, 0.9 * milliseconds]
-        experts = {"bare": ["grouped_mm"], "generate": ["grouped_mm"], "kernels": milliseconds < 10}
+        experts = {"bare": ["grouped_mm"], "generate": ["grouped_mm"], "kernels": milliseconds < 50}
+        experts |= {"same_bits": True} if 10 <= milliseconds < 50 else {}
         return {
             "generate_ms": rounds,
             "bare_ms": rounds,
@@ -201,7 +203,8 @@ def test_tables_and_picture() -> None:
     assert shown == "pooled+two_stage+compile 9.00 9.00 60.68 2.00 100.0 100.0 100"
     text = decode_report.markdown({"device": "a GPU", "shape": "small"}, points)
     assert "| pooled+two_stage+compile | 9.00 | 9.00 | 60.68 [60.68, 60.68] | 2.00 [2.00, 2.00] |" in text
-    assert text.count("| grouped_mm |") == text.count("| own kernels |") * 2 == 8
+    for ran in ("grouped_mm", "own kernels", "own kernels, same bits"):
+        assert text.count(f"| {ran} |") == 4
     assert "Absorbed dense attention ran as FA3." in text and text.count("dense: does not fit in the device's") == 4
     compiled = {**points[0]["results"]["absorbed_dense"], "generate_ms": [12.0] * 3}
     points[0]["results"]["absorbed_dense+compile"] = compiled

@@ -265,9 +265,8 @@ def _facts(model: Any, santa: Any) -> dict[str, Any]:
         "experts": {
             "bare": sorted(set(experts.implementations(model))),
             "generate": sorted(set(experts.while_decoding(model))),
-            "kernels": santa is not None
-            and santa.compiled > 0
-            and any("forward" in vars(module) for module in model.modules() if hasattr(module, "gate_up_proj")),
+            "kernels": any("forward" in vars(module) for module in model.modules() if hasattr(module, "gate_up_proj")),
+            "same_bits": santa is not None and santa.exact_parts > 0,
         }
     }
     if santa is None:

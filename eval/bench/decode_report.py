@@ -134,7 +134,9 @@ def _full(results: dict[str, dict[str, Any]], name: str) -> list[str]:
 
 
 def _experts(ran: dict[str, Any]) -> str:
-    return "own kernels" if ran["kernels"] else ", ".join(ran["generate"]) or "-"
+    if ran["kernels"]:  # earlier runs had none with the bits of the model's own
+        return "own kernels, same bits" if ran.get("same_bits") else "own kernels"
+    return ", ".join(ran["generate"]) or "-"
 
 
 def readme_table(runs: Sequence[dict[str, Any]], settings: Sequence[str]) -> str:
