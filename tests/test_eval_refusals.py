@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -83,6 +84,30 @@ def test_an_out_that_cannot_be_made_is_refused_before_prompts_are_built(tmp_path
         assert main(["ruler", "--model", model, *OPTIONS, "--out", str(tmp_path / out)]) == 2
         assert "cannot be written to (" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "said"),
+    [
+        (["compare", "--json"], ".", "give a file in an existing directory"),
+        (["compare", "--json"], "none/a.json", "give a file in an existing directory"),
+        (["compare", "--json"], "a.json", "cannot be written (Read-only file system); give another file"),
+        (["recommend", "--keep", "95", "--save"], "a.json", "cannot be written (Read-only file system); give another"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_work(
+    tmp_path, model, monkeypatch, capsys, command, name, said
+):
+    from latent_santa.eval.run import models, store
+
+    def read_only(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(models, "load_config", None)
+    monkeypatch.setattr(store.tempfile, "TemporaryFile", read_only)
+    path = tmp_path / name
+    assert main([command[0], "--model", model, *command[1:], str(path)]) == 2
+    assert f"{command[-1]} {path}: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])

@@ -20,7 +20,6 @@ from latent_santa.eval.commands.options import (
     path,
     prompt_text,
 )
-from latent_santa.eval.errors import EvalError
 
 PLANTED = {True: "multivalue", False: "niah_multivalue"}
 BUDGETS = {True: [8, 32, 128], False: [128, 256, 512]}
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.run.generation import make_greedy
     from latent_santa.eval.run.models import check_supported, load, load_config, load_tokenizer
     from latent_santa.eval.run.progress import Progress
-    from latent_santa.eval.run.store import write_atomic
+    from latent_santa.eval.run.store import check_file, write_atomic
     from latent_santa.patches.limits import context_limit
 
     console = output_console()
@@ -76,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     base = base_config(args, spec)
     asked = conditions(args, base)
     at_least(args, max_new_tokens=1, length=1, prompt_number=0)
-    if args.json is not None and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
-        raise EvalError(f"--json {args.json}: give a file in an existing directory")
+    if args.json is not None:
+        check_file("--json", args.json)
     config = load_config(spec)
     check_supported(spec, config)
     limit = context_limit(config)

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.run.generation import make_greedy
     from latent_santa.eval.run.models import check_supported, load, load_config, load_tokenizer
     from latent_santa.eval.run.progress import Progress
+    from latent_santa.eval.run.store import check_file
 
     spec = options.model_spec(args)
     args.budgets, args.parents = args.budgets or BUDGETS[spec.tiny], args.parents or ["contiguous"]
@@ -67,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         raise EvalError(f"--keep must be a share in percent, above 0 and at most 100, got {args.keep}")
     if not asked:
         raise EvalError("--methods dense: give a method that samples")
-    if args.save is not None and (args.save.is_dir() or not args.save.resolve().parent.is_dir()):
-        raise EvalError(f"--save {args.save}: give a file in an existing directory")
+    if args.save is not None:
+        check_file("--save", args.save)
     config = load_config(spec)
     check_supported(spec, config)
     tokenizer = load_tokenizer(spec)

@@ -86,6 +86,19 @@ def check_writable(directory: Path) -> None:
                 path.rmdir()
 
 
+def check_file(option: str, path: Path) -> None:
+    """Raises EvalError if the file of an ``option`` cannot be written; pipes and links are not tried."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise EvalError(f"{option} {path}: give a file in an existing directory")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        return
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise EvalError(f"{option} {path}: cannot be written ({error.strerror}); give another file") from error
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A frozen sample with what it became for the run's tokenizer.
