@@ -17,6 +17,7 @@ COMMANDS = {
     "report": "rebuild the tables and pictures of a finished or interrupted run",
     "paper": "the command that makes each table and figure of the paper, and which conditions hold in a run",
     "compare": "one prompt: answers, rows read, agreement and attention error of several settings beside dense",
+    "answer": "several questions about one text: one prefill and one grouping, an answer each",
     "recommend": "the settings that read fewest rows and keep a share of dense decoding, on your own prompts",
     "check": "self-check of a model: what is patched, K = M equals dense, unpatching restores",
     "convert-to-mla": "write a Qwen2 checkpoint as DeepSeek-V2 (MLA) of the same function, to test MLA on real weights",
