@@ -191,6 +191,11 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert record["workload"]["query_dtype"] == "float32" and record["sampled"][0]["error"] < 2e-3
     assert record["sampled"][0]["name"] == "pooled K1=2 K=2 shared"
     assert (tmp_path / "operator.md").read_text().strip() == shown[shown.index("# Operator") :].strip()
+    assert main(["bench", "operator", "--table", str(tmp_path / "operator.json")]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[2:]
+    assert line.startswith("| GQA 4/2/32, b1, 64 rows | pooled K1=2 K=2 shared | 11.0 (dense) | 21.0 | 0.52 [")
+    assert main(["bench", "operator", "--table", str(tmp_path / "none")]) == 2
+    assert "none holds no run of bench operator (FileNotFoundError)" in capsys.readouterr().err
 
 
 def test_the_papers_own_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,19 @@ def markdown(facts: dict[str, Any], records: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def short(records: list[dict[str, Any]]) -> str:
+    """README's table: every setting in CUDA graphs beside the fastest dense method of its run, in microseconds, and its
+    attention error."""
+    lines = []
+    for record in records:
+        workload = workload_name(record["workload"]).removesuffix(" (synthetic)")
+        for _, method, us, _, best, ratio, goal, error, *_ in _rows(record, "graph"):
+            if best:
+                dense = f"{record['dense'][best]['graph']['us']:.1f} ({best})"
+                lines.append([workload, method.removeprefix("sampled "), dense, us, ratio, goal, error])
+    return markdown_table(("workload", "setting", "fastest dense", "us", "ratio [95 %]", "goal", "error"), lines)
+
+
 # rounding of 16-bit rows stays far below; a head that selected other teams than its twin is far above
 MOST_ERROR = 0.01
 

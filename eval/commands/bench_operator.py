@@ -53,6 +53,13 @@ def add_parser(subparsers: Any) -> None:
     add("--no-stages", action="store_true", help="leave the single launches' times out")
     parser.add_argument("--seed", type=int, default=0, help="seed of synthetic rows and of the noise")
     parser.add_argument("--out", type=options.path, metavar="DIR", help="write operator.json, .md and .png there")
+    parser.add_argument(
+        "--table",
+        type=options.path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: print the short table of earlier runs' operator.json",
+    )
     add_config_option(parser)
     parser.set_defaults(run=run)
 
@@ -78,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     from latent_santa.eval.bench.workload import load
     from latent_santa.eval.run.store import check_writable
 
+    if args.table:
+        return _table(args.table)
     rounds = _rounds(args)
     settings = sampled_settings(args)
     _one_of("--modes", args.modes, ("graph", "stream"))
@@ -118,6 +127,20 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             _write(args.out, found, records)
     print(report.markdown(found, records))
+    return 0
+
+
+def _table(files: list[Path]) -> int:
+    """Print the short table of the runs that earlier commands wrote."""
+    from latent_santa.eval.bench import report
+
+    records = []
+    for file in files:
+        try:
+            records += json.loads(file.read_text())["results"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EvalError(f"--table {file} holds no run of bench operator ({type(error).__name__})") from error
+    print(report.short(records), end="")
     return 0
 
 
