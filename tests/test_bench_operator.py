@@ -252,6 +252,25 @@ def test_goals_belong_to_their_settings() -> None:
     assert len({goal.key for goal in GOALS}) == len(GOALS)
 
 
+def test_a_goal_of_two_stages_says_their_error() -> None:
+    against = {"best_dense": "FA3", "ratios": {"FA3": {"ratio": 3.3, "low": 3.2, "high": 3.4}}}
+    timed = {"us": 90.0, "bandwidth_fraction": 0.3, **against}
+    shared = {"k": 32, "estimator": "per_head", "noise": "independent", "routing_rows": 2, "union_rows": 1}
+    one = {"name": "one", "parents": None, "attention_error": 2.0, "routing_dtype": "model", "goal": None}
+    two = {**one, "name": "two", "parents": 16, "attention_error": 1.5, "goal": 3.3}
+    coded = {**two, "name": "coded", "routing_dtype": "int8"}  # its one stage was not measured
+    record = {
+        "workload": {"layout": "mla", "heads": 16, "batch": 8, "context": 131072, "source": "synthetic"},
+        "dense": {"FA3": {"graph": {"us": 300.0, "bandwidth_fraction": 0.9}}},
+        "sampled": [{**entry, **shared, "graph": timed} for entry in (one, two, coded)],
+    }
+    lines = report.short([record]).splitlines()[2:]
+    start = "| MLA 16 heads, b8, 128K | {} | 300.0 (FA3) | 90.0 | 3.30 [3.20, 3.40] | {} |"
+    goals = ("", "3.3 (met, error 0.75 of one stage's)", "3.3 (met)")
+    for line, name, goal in zip(lines, ("one", "two", "coded"), goals, strict=True):
+        assert line.startswith(start.format(name, goal))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

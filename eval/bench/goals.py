@@ -8,8 +8,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Goal:
     """A workload's sizes, ``heads`` in all and the ratio aimed at for ``k`` teams per head, with CUDA graphs and a cold
-    L2; ``int4`` is the ratio with 4-bit routing keys, ``two_stage`` that of two stages with either estimator, and
-    ``estimator`` the one that the goals of one stage are set for. ``noise`` is that of all."""
+    L2; ``int4`` is the ratio with 4-bit routing keys, ``two_stage`` that of two stages with either estimator and any K1
+    at one stage's attention error or less, and ``estimator`` the one that the goals of one stage are set for. ``noise``
+    is that of all."""
 
     layout: str
     heads: int

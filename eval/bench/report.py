@@ -115,7 +115,7 @@ def _rows(record: dict[str, Any], mode: str) -> list[list[str]]:
             ratio = f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]"
         if entry["goal"] is not None and mode == "graph" and best is not None:
             met = own["ratios"][best]["ratio"] >= entry["goal"]
-            goal = f"{entry['goal']:.1f} ({'met' if met else 'missed'})"
+            goal = f"{entry['goal']:.1f} ({'met' if met else 'missed'}{_beside_one_stage(record, entry)})"
         stages = ", ".join(f"{stage} {time:.1f}" for stage, time in entry.get("stages_us", {}).items())
         rows.append(
             [name, f"sampled {entry['name']}", f"{own['us']:.1f}", _percent(own["bandwidth_fraction"]), best or "",
@@ -123,6 +123,15 @@ def _rows(record: dict[str, Any], mode: str) -> list[list[str]]:
              f"{entry['routing_rows']} + {entry['union_rows']}"]
         )  # fmt: skip
     return rows
+
+
+def _beside_one_stage(record: dict[str, Any], entry: dict[str, Any]) -> str:
+    """How a setting of two stages errs beside the same one of one stage, where that was measured too."""
+    alike = ("k", "estimator", "noise", "routing_dtype")
+    for other in record["sampled"]:
+        if entry["parents"] and not other["parents"] and all(other[name] == entry[name] for name in alike):
+            return f", error {entry['attention_error'] / other['attention_error']:.2f} of one stage's"
+    return ""
 
 
 def _percent(fraction: float) -> str:
