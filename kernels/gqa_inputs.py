@@ -78,4 +78,5 @@ def gqa_inputs(
             PAIRS_OUT=angles.pairs_out,
             PLACED=place is not None,
             num_warps=1,
+            enable_fp_fusion=False,  # or a product in the model's dtype would not be rounded before it is added
         )

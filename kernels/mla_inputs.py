@@ -155,4 +155,5 @@ def mla_inputs(
             PLACED=place is not None,
             NORMED=normed is not None,
             num_warps=1,
+            enable_fp_fusion=False,  # or a product in the model's dtype would not be rounded before it is added
         )
