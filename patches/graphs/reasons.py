@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ PLAIN = (bool, int, float, str, type(None))
 ASKED = ("output_attentions", "output_hidden_states", "output_router_logits")
 # this package's hooks, and those of transformers that only act where outputs of layers are asked for
 OWN_HOOKS = ("latent_santa.", "transformers.utils.output_capturing")
+# where a module holds what a step depends on
+HELD = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 # rotary embeddings that look at the positions on the host
 GROWING = ("dynamic", "longrope")
 
@@ -34,14 +37,16 @@ class Look:
 
     Attributes:
         reason: why no step of this model can be captured, or None.
-        modules: its modules.
-        parts: their children, weights, buffers and hooks.
+        held: dictionaries in which its modules hold children, weights, buffers and hooks.
+        parts: these.
+        tensors: those of them that are tensors.
         adapters: layers with adapters (PEFT), which may be switched from call to call.
     """
 
     reason: str | None
-    modules: tuple[Any, ...]
+    held: tuple[dict[Any, Any], ...]
     parts: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
     adapters: tuple[Any, ...]
 
     @classmethod
@@ -49,17 +54,20 @@ class Look:
         """Look at a base model."""
         modules = tuple(base.modules())
         adapters = (m for m in modules if hasattr(m, "active_adapters") and hasattr(m, "scaling"))
-        return cls(_reason(base), modules, _parts(modules), tuple(adapters))
+        held = tuple(vars(module)[name] for module in modules for name in HELD)
+        parts = _parts(held)
+        tensors = tuple(part for part in parts if isinstance(part, Tensor))
+        return cls(_reason(base), held, parts, tensors, tuple(adapters))
 
     def holds(self) -> bool:
         """Whether the model still has the modules, weights and hooks that were seen."""
-        now = _parts(self.modules)
+        now = _parts(self.held)
         return len(now) == len(self.parts) and all(map(operator.is_, now, self.parts))
 
     def weights(self, base: Any) -> tuple[Any, ...]:
         """Where the weights lie, and how experts run: what launches depend on beside their inputs and adapters."""
         experts = tuple(getattr(config, "_experts_implementation", None) for config in _configs(base))
-        return (*(part.data_ptr() for part in self.parts if isinstance(part, Tensor)), experts)
+        return (*map(Tensor.data_ptr, self.tensors), experts)
 
     def switched(self) -> tuple[Any, ...]:
         """Which adapters are on, and how much each counts."""
@@ -68,9 +76,8 @@ class Look:
         )
 
 
-def _parts(modules: tuple[Any, ...]) -> tuple[Any, ...]:
-    held = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-    return tuple(part for module in modules for name in held for part in vars(module)[name].values())
+def _parts(held: tuple[dict[Any, Any], ...]) -> tuple[Any, ...]:
+    return tuple(chain.from_iterable(map(dict.values, held)))  # without Python's own loop: every hand-made step asks
 
 
 def _configs(base: Any) -> list[Any]:
