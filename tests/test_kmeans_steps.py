@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from latent_santa.kmeans import cuda_graph
 from latent_santa.kmeans.fitting import Fit, sums_by_center
 
 
@@ -97,3 +98,12 @@ def test_stopping_follows_the_smoothed_inertia(length, limit):
             fit.stop(torch.tensor([means[step]], dtype=torch.float64), step + 1)
             step += 1
         assert step == expected
+
+
+@pytest.mark.parametrize(("free", "released"), [(2, 0), (1, 1), (0, 1)])
+def test_memory_of_ended_graphs_goes_back_where_little_is_left(monkeypatch, free, released):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 8))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("released"))
+    cuda_graph.release_ended_graphs(torch.device("cuda"))
+    assert len(calls) == released
