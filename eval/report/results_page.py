@@ -46,6 +46,8 @@ RUNS = {
     "real/mla_4096": f"{QWEN_MLA}, 4K",
     "real/mla_8192": f"{QWEN_MLA}, 8K",
     "real/mla_sweep": f"{QWEN_MLA}, 8K, sizes of teams",
+    "two_stage/tiny_4096": "embedded model (MLA), 4K, two stages",
+    "two_stage/tiny_8192": "embedded model (MLA), 8K, two stages, one task",
     "two_stage/mla_8192": f"{QWEN_MLA}, newer converter, 8K, two stages",
 }
 MARKS = ("<!-- made by eval/report/results_page.py -->\n", "<!-- end of what is made -->\n")
