@@ -40,8 +40,8 @@ NON_NEGATIVE = ("exact_first", "exact_last", "seed", "kmeans_seed")
 PRESETS: dict[str, dict[str, Any]] = {
     # the method and its parameters to the letter, scikit-learn's k-means included
     "paper": {"kmeans_engine": "sklearn", "regroup_after": 0},
-    # fewest rows at the score of the paper's S=512 on a real checkpoint at 8K in MLA (eval/results/two_stage). No default:
-    # on the embedded model at 8K it loses keys that S=512 finds
+    # fewest rows at the score of the paper's S=512 on a real checkpoint at 8K in MLA (eval/results/two_stage); no
+    # default, since on the embedded model at 8K it loses keys that S=512 finds
     "recommended": {"estimator": "pooled", "routing": "two_stage", "parents_per_head": 64, "budget": 128},
     # where many heads share a row: fastest at the attention error of one stage per head with S=128 (kernels/NOTES.md)
     "many_heads": {
