@@ -1,7 +1,7 @@
 """Regrouping: rows that a model generated become teams in room behind the prompt's records.
 
 No step should take long for it. The oldest rows of a suffix are known long before it is full, so their teams are made
-some steps ahead, k-means part by part, and join the records in the step that finds the suffix full. When they do so
+some steps ahead, part by part, and join the records in the step that finds the suffix full. When they do so
 depends on the number of rows alone: a step gives the same bits whether or not it was captured.
 """
 
@@ -21,7 +21,7 @@ from latent_santa.in_parts import Work, share_of
 from latent_santa.integers import ceil_div
 from latent_santa.kmeans import clustering
 from latent_santa.methods import METHODS
-from latent_santa.parents import kmeans_parents_in_parts, requested_parents
+from latent_santa.parents import form_parents, kmeans_parents_in_parts, requested_parents
 from latent_santa.rows import Rows
 from latent_santa.teams import Teams
 
@@ -31,8 +31,8 @@ from .grouping import agreed, coded_like, span_of
 from .layer_state import Grouped, mask_of
 
 LEAST_ROOM = 256  # rows
-# teams are made in the last of so many parts of the suffix's steps: contiguous ones in 8 before it holds 128 rows,
-# k-means ones in 32 before it holds 256
+# teams are made in the last of so many parts of the suffix's steps: contiguous ones in three of 8 before it holds 128
+# rows, k-means ones in 32 before it holds 256
 SHARES = {"contiguous": 16, "kmeans": 8}
 # kinds of device on which the first use of a kernel loads it, and that of a library reserves memory
 SLOW_AT_FIRST = ("cuda",)
@@ -62,9 +62,8 @@ class Making:
         self.begun = layers[0].open_rows
         self.teams: list[Teams] | None = None
         self._device, self._done = layers[0].keys.device, 0.0
-        even = METHODS[config.method].parents(config) == "contiguous"
         # the work keeps rows, and no layer: a cache goes when its user lets go of it
-        self._work = _made(*span_of(layers, adapters, visible, *span, copied=not even), config)
+        self._work = _made(*span_of(layers, adapters, visible, *span, copied=True), config)
 
     def advance(self, share: float) -> None:
         """Run the next part, and more while a smaller ``share`` of the work is done."""
@@ -228,14 +227,17 @@ def _continues(layers: Sequence[TeamLayer], visible: Tensor | None, full: bool, 
 
 def _made(points: list[Tensor], rows: list[Rows], member: Tensor, config: SantaConfig) -> Work[list[Teams]]:
     """Teams of these rows of several layers, as of :func:`span_of`."""
-    method, length, parents = METHODS[config.method], member.shape[1], None
-    bound = ceil_div(length, config.parent_size)
+    method, length = METHODS[config.method], member.shape[1]
+    yield 0.0
     if method.parents(config) == "kmeans":
-        yield 0.0
         bound = requested_parents(length, config.parent_size)
         work = kmeans_parents_in_parts(points, member, config.parent_size, config.kmeans_seed, config.kmeans_engine)
         parents = yield from share_of(work, 0.0, 0.95)
         yield 0.95
+    else:
+        bound = ceil_div(length, config.parent_size)
+        parents = form_parents(points, rows, member, config)
+        yield 0.4  # where there are two steps ahead, the second one does the rest
     # few rows, so all layers' at once
     built = method.build(points, rows, member, config, bound, parents)
     return [teams for teams in built if teams is not None]

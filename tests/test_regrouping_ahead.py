@@ -180,6 +180,15 @@ def test_no_step_clusters_much(latent, advances, monkeypatch):
     assert max(advances) <= 2, advances
 
 
+@pytest.mark.parametrize("after, parts", [(64, [1, 1, 1, 0]), (32, [1, 2, 0])])
+def test_contiguous_teams_are_made_in_parts_too(latent, advances, after, parts):
+    """Before the step of the append, in which no part is left."""
+    with latent_santa.patch(latent, **{**SMALL, "regroup_after": after}):
+        cache = cache_of(generate(latent, prompt(30), after + 2))
+    assert all(layer.grouped.stop == 30 + P for layer in cache.layers)
+    assert advances == parts
+
+
 @pytest.mark.parametrize("engine", ["sklearn", "torch"])
 def test_work_of_many_problems_is_spread_over_the_steps(latent, advances, engine):
     """As on a CPU, where a problem is clustered after another."""
