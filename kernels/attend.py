@@ -14,9 +14,11 @@ from .maths import dot, load_query, split
 from .rowlist import (
     PIECES,
     RUN,
+    append_runs,
     append_suffix,
     append_union,
     joined_pieces,
+    list_runs,
     share_rows,
     sum_of,
 )
@@ -175,12 +177,13 @@ def flags_of(p_flags, i_team, m_team, first_head, MP, HB: tl.constexpr, WORDS: t
 @triton.jit(do_not_specialize=["E", "visible_stride"])
 def attend_kernel(
     query0, query1, keys0, keys1, values, team_of_row, flags, corrections, index, visible, list_rows, list_teams,
-    list_bits, list_bias, piece_rows, piece_teams, piece_counts, part_out, part_max, part_sum, part_rows, scale,
-    query0_strides, query1_strides, keys0_strides, keys1_strides, values_strides, visible_stride, N, E, MP, G, H,
-    CAPACITY, PIECE_CAPACITY, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr, BD1: tl.constexpr,
+    list_bits, list_bias, list_run_numbers, piece_rows, piece_teams, piece_counts, part_out, part_max, part_sum,
+    part_rows, scale, query0_strides, query1_strides, keys0_strides, keys1_strides, values_strides, visible_stride, N,
+    E, MP, G, H, CAPACITY, PIECE_CAPACITY, D0: tl.constexpr, D1: tl.constexpr, BD0: tl.constexpr, BD1: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
     TALL: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr, POOLED: tl.constexpr, ALL: tl.constexpr,
-    LISTED: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    LISTED: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr, BY_RUNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (share, head block, sequence * G + group). ``corrections`` are per head, or the pooled ones. LATENT: two
     key parts, of which the first is the value too.
@@ -227,10 +230,22 @@ def attend_kernel(
         per_share = tl.cdiv(tl.cdiv(N, RUN), shares) * RUN
         i_first_rows, i_first_teams = share_rows(p_team_of_row, 0, N, per_share, i_share, shares, LANES)
         wait(PDL)
-        listed, union = append_union(
-            i_first_rows, i_first_teams, p_team_of_row, p_flags, p_list_rows, p_list_teams, p_list_bits, N, per_share,
-            i_share, shares, MP, first_head, HB=HB, WORDS=WORDS, POOLED=POOLED, ALL=ALL, BITS=HB <= 32, LANES=LANES,
-        )  # fmt: skip
+        if BY_RUNS and not ALL:
+            p_runs = list_run_numbers + o_list // RUN
+            found = list_runs(
+                i_first_teams, p_team_of_row, p_flags, p_runs, N, per_share, i_share, shares, MP, first_head, HB=HB,
+                WORDS=WORDS, POOLED=POOLED, LANES=LANES,
+            )  # fmt: skip
+            listed, union = append_runs(
+                found, p_runs, p_team_of_row, p_flags, p_list_rows, p_list_teams, p_list_bits, N, i_share, shares, MP,
+                first_head, HB=HB, WORDS=WORDS, POOLED=POOLED, LANES=512,
+            )  # fmt: skip
+        else:
+            listed, union = append_union(
+                i_first_rows, i_first_teams, p_team_of_row, p_flags, p_list_rows, p_list_teams, p_list_bits, N,
+                per_share, i_share, shares, MP, first_head, HB=HB, WORDS=WORDS, POOLED=POOLED, ALL=ALL, BITS=HB <= 32,
+                LANES=LANES,
+            )  # fmt: skip
         total = append_suffix(
             index, visible, visible_stride, p_list_rows, p_list_teams, listed, E, i_b, i_share, shares, MASKED=MASKED,
             LANES=LANES,

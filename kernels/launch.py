@@ -199,6 +199,7 @@ class Launches:
             **sizes,
             "POOLED": self.sampling.pooled,
             "SHARED": self.sampling.shared,
+            "PREPARE": p.prepare_lanes,
             "PDL": self.early,
             **self.options(warps),
         }
@@ -304,6 +305,7 @@ class Launches:
             list_teams=b.list_teams,
             list_bits=b.list_bits,
             list_bias=b.list_bias,
+            list_run_numbers=b.list_run_numbers,
             part_out=b.part_out,
             part_max=b.part_max,
             part_sum=b.part_sum,
@@ -333,6 +335,7 @@ class Launches:
             LISTED=p.many and not self.everything,
             DTYPE=ELEMENT[s.dtype],
             STAGES=p.attend_stages,
+            BY_RUNS=p.by_runs,
             num_stages=p.attend_stages,
             **self.options(p.attend_warps, first=self.everything),
         )

@@ -44,7 +44,7 @@ class TwoStageLaunches(Launches):
         # a summary without spread has none to point at: any tensor does
         spread = parents.spread or (parents.sizes,)
         route_kernel[(ceil_div(s.parents, p.route_teams), ceil_div(s.heads, p.route_heads), s.batch * s.groups)](
-            **scoring(self, parents.keys),
+            **scoring(self, parents.keys, p.parent_stages),
             SPLIT=s.split,
             DTYPE=ELEMENT[s.dtype],
             spread0=spread[0],

@@ -77,8 +77,10 @@ class Plan:
             unless that is 0.
         block: teams under one stored maximum; ``coarse`` maxima of these are compared with one another, 0 where that is
             impossible. ``parent_block`` and ``parent_coarse`` are the same of parents.
+        parent_stages, prepare_lanes: stages of the parents' scores, and teams made ready in one go.
         attend_rows, attend_heads: rows and heads of an attention tile, in this order if ``attend_tall``; ``shares``
-            programs split the rows; ``lanes`` rows are looked at in one go while the list is made.
+            programs split the rows; ``lanes`` rows are looked at in one go while the list is made, which ``by_runs``
+            lists runs first.
         many: the launches for groups of many heads: row lists by a launch of their own, and no score kept that the
             noise gives back.
         combine_values, combine_shares: the tile of partial sums read in one go.
@@ -95,6 +97,8 @@ class Plan:
     coarse: int = 0
     parent_block: int = 8
     parent_coarse: int = 0
+    parent_stages: int = 4
+    prepare_lanes: int = 512
     select_warps: int = 4
     select_many_warps: int = 16
     select_lanes: int = 2048
@@ -107,6 +111,7 @@ class Plan:
     many: bool = False
     shares: int = 1
     lanes: int = 1024
+    by_runs: bool = False
     list_lanes: int = 1024
     list_warps: int = 4
     combine_values: int = 64
@@ -175,9 +180,7 @@ def choose(s: Shapes) -> Plan:
     ):
         route_teams //= 2
     tall = heads <= 8
-    # one GPU test of float16 rows differed from PyTorch in one head, unexplained: they keep the other launches
-    many = heads > 32 and s.latent and s.joint and s.dtype == torch.bfloat16 and not exact
-    many = many and s.shared_memory >= 200 << 10
+    many = heads > 32 and s.latent and s.joint and not exact and s.shared_memory >= 200 << 10
     # selections are read in words of 32 heads
     attend_heads = 8 if tall else 64 if many else min(max(heads, 16), 32)
     attend_rows = 32 if many else 64 if wide or sequences < 16 else 32
@@ -187,6 +190,7 @@ def choose(s: Shapes) -> Plan:
         attend_rows = 32
     shares = _shares(s, attend_rows, sequences * ceil_div(s.heads, attend_heads), tall, many)
     per_share = ceil_div(s.prompt, RUN * shares) * RUN
+    lanes = min(power(per_share, 32), 2048 if tall else 1024)
     plan = Plan(
         route_teams=route_teams,
         route_heads=route_heads,
@@ -206,12 +210,16 @@ def choose(s: Shapes) -> Plan:
         many=many,
         pool_teams=32 if many else 256,
         shares=shares,
-        lanes=min(power(per_share, 32), 2048 if tall else 1024),
+        lanes=lanes,
+        # where rows are many and few runs of them have a selected one (more heads: not timed)
+        by_runs=tall and per_share >= 2 * lanes and s.most_rows * RUN <= s.prompt,
+        prepare_lanes=1024 if tall else 512,
         # a tile of many heads' sums is 16 KB, of others' up to 32
         combine_values=min(power(s.values, 16), max(64, 4096 // power(shares)) if many else 64),
         combine_shares=min(power(shares), 64 if many else 128),
     )
     plan = fitted(s, plan)
+    plan = replace(plan, parent_stages=min(plan.route_stages, 3) if tall else plan.route_stages)
     return replace(plan, route_programs=_coded_programs(s, plan)) if s.bits < 16 else plan
 
 

@@ -83,6 +83,51 @@ def append_union(
 
 
 @triton.jit
+def list_runs(
+    i_team, p_team_of_row, p_flags, p_runs, N, per_share, i_share, shares, MP, first_head, HB: tl.constexpr,
+    WORDS: tl.constexpr, POOLED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """List the runs of this share with a row of the union, by their number in the share; returns how many they are. The
+    teams of the first LANES rows come loaded."""
+    found = 0
+    for start in range(0, per_share, LANES):
+        _, b_group = team_bits(p_flags, i_team, i_team >= 0, MP, first_head, HB=HB, WORDS=WORDS, POOLED=POOLED)
+        b_selected = (b_group != 0).to(tl.int32)
+        b_run = tl.max(tl.reshape(b_selected, (LANES // RUN, RUN)), 1)  # [LANES / RUN]
+        i_run = start // RUN + tl.arange(0, LANES // RUN)
+        tl.store(p_runs + found + tl.cumsum(b_run, 0) - 1, i_run, mask=b_run != 0)
+        found += tl.sum(b_run, 0)
+        _, i_team = share_rows(p_team_of_row, start + LANES, N, per_share, i_share, shares, LANES)
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def append_runs(
+    found, p_runs, p_team_of_row, p_flags, p_rows, p_teams, p_bits, N, i_share, shares, MP, first_head,
+    HB: tl.constexpr, WORDS: tl.constexpr, POOLED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """:func:`append_union` over the ``found`` runs that :func:`list_runs` listed."""
+    listed = 0
+    union = 0
+    for start in range(0, found * RUN, LANES):
+        i = start + tl.arange(0, LANES)
+        i_run = tl.load(p_runs + i // RUN, mask=i < found * RUN, other=0)
+        i_row = (i_run * shares + i_share) * RUN + i % RUN
+        i_team = tl.load(p_team_of_row + i_row, mask=(i < found * RUN) & (i_row < N), other=-1)
+        b_bits, b_group = team_bits(p_flags, i_team, i_team >= 0, MP, first_head, HB=HB, WORDS=WORDS, POOLED=POOLED)
+        m_row = b_bits != 0
+        i_slot = listed + tl.cumsum(m_row.to(tl.int32), 0) - 1
+        tl.store(p_rows + i_slot, i_row, mask=m_row)
+        tl.store(p_teams + i_slot, i_team, mask=m_row)
+        if not POOLED:
+            tl.store(p_bits + i_slot, b_bits, mask=m_row)
+        listed += tl.sum(m_row.to(tl.int32), 0)
+        union += tl.sum((b_group != 0).to(tl.int32), 0)
+    return listed, union
+
+
+@triton.jit
 def append_suffix(
     index, visible, visible_stride, p_rows, p_teams, listed, E, i_b, i_share, shares, MASKED: tl.constexpr,
     LANES: tl.constexpr,

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def scoring(launches: Launches, keys: tuple[RoutingKeys, ...]) -> dict[str, Any]:
-    """Arguments of the kernels that score routing keys."""
+def scoring(launches: Launches, keys: tuple[RoutingKeys, ...], stages: int | None = None) -> dict[str, Any]:
+    """Arguments of the kernels that score routing keys, in so many ``stages`` in place of the plan's."""
     s, p, query, (first, second) = launches.shapes, launches.plan, launches.query, (keys[0], keys[-1])
     return {
         "query0": query[0],
@@ -50,9 +50,9 @@ def scoring(launches: Launches, keys: tuple[RoutingKeys, ...]) -> dict[str, Any]
         "LATENT": s.latent,
         "SHARED": launches.sampling.shared,
         "BITS": 16 if first.scales is None else first.bits,
-        "STAGES": p.route_stages,
+        "STAGES": stages or p.route_stages,
         "PDL": launches.early,
-        "num_stages": p.route_stages,
+        "num_stages": stages or p.route_stages,
     }
 
 

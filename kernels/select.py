@@ -195,7 +195,7 @@ def select_kernel(
     tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, of_team,
     first_team, team_flags, blocks, found, tau, kth, layer, quad, K, PLACES, MP, CP, TEAMS, TEAMS_PADDED, G, H, WORDS,
     BLOCK: tl.constexpr, NT: tl.constexpr, COARSE: tl.constexpr, NB: tl.constexpr, ROOM: tl.constexpr,
-    OF: tl.constexpr, POOLED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    OF: tl.constexpr, POOLED: tl.constexpr, SHARED: tl.constexpr, PREPARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, sequence * G + group). NT holds a head's block maxima and COARSE their coarse ones (0: no bound is
     looked for), NB the blocks and ROOM the scores that may be candidates.
@@ -226,7 +226,7 @@ def select_kernel(
         # before the wait: no launch that still runs looks at it
         prepare_teams(
             of_team + i_bg.to(tl.int64) * TEAMS, first_team + i_bg.to(tl.int64) * MP,
-            team_flags + i_bg.to(tl.int64) * WORDS * TEAMS_PADDED, TEAMS, TEAMS_PADDED, WORDS, i_h, H, LANES=512,
+            team_flags + i_bg.to(tl.int64) * WORDS * TEAMS_PADDED, TEAMS, TEAMS_PADDED, WORDS, i_h, H, LANES=PREPARE,
         )  # fmt: skip
     n, everything = places_in_use(count + i_bg, K, OF=OF, PDL=PDL)
     if everything:

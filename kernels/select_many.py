@@ -139,7 +139,7 @@ def select_many_kernel(
     tops, noisy, flags, union, corrections, count, key, step, listed_teams, listed_parents, parent_log_c, of_team,
     first_team, team_flags, blocks, found, tau, kth, layer, quad, K, PLACES, MP, CP, TEAMS, TEAMS_PADDED, G, H, WORDS,
     ROOM, BLOCK: tl.constexpr, LANES: tl.constexpr, OF: tl.constexpr, POOLED: tl.constexpr, SHARED: tl.constexpr,
-    PDL: tl.constexpr,
+    PREPARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """:func:`.select.select_kernel` for any K and M. ``blocks (B G, H, PLACES / BLOCK)`` and ``found (B G, H, ROOM)``,
     ROOM at least K, are scratch; LANES scores are looked at in one go."""
@@ -160,7 +160,7 @@ def select_many_kernel(
         # before the wait: no launch that still runs looks at it
         prepare_teams(
             of_team + i_bg.to(tl.int64) * TEAMS, first_team + i_bg.to(tl.int64) * MP,
-            team_flags + i_bg.to(tl.int64) * WORDS * TEAMS_PADDED, TEAMS, TEAMS_PADDED, WORDS, i_h, H, LANES=512,
+            team_flags + i_bg.to(tl.int64) * WORDS * TEAMS_PADDED, TEAMS, TEAMS_PADDED, WORDS, i_h, H, LANES=PREPARE,
         )  # fmt: skip
     n, everything = places_in_use(count + i_bg, K, OF=OF, PDL=PDL)
     if everything:

@@ -16,6 +16,7 @@ from latent_santa.integers import ceil_div
 
 from .plan import (
     PIECES,
+    RUN,
     Plan,
     Shapes,
     candidate_blocks,
@@ -69,6 +70,7 @@ class Buffers:
     list_teams: Tensor
     list_bits: Tensor
     list_bias: Tensor
+    list_run_numbers: Tensor
     piece_rows: Tensor
     piece_teams: Tensor
     piece_counts: Tensor
@@ -111,6 +113,7 @@ def buffer_sizes(s: Shapes, p: Plan) -> Sizes:
         "list_teams": (torch.int32, lists),
         "list_bits": (torch.int32, (0,) if p.many else lists),
         "list_bias": (torch.float32, lists if p.many else (0,)),
+        "list_run_numbers": (torch.int32, (*lists[:-1], lists[-1] // RUN) if p.by_runs else (0,)),
         "piece_rows": (torch.int32, piece),
         "piece_teams": (torch.int32, piece),
         "piece_counts": (torch.int32, (*blocks, pieces, 3)),

@@ -51,6 +51,25 @@ def test_gqa(estimator: str, noise: str) -> None:
     check(step, 2, estimator, noise)
 
 
+@pytest.mark.parametrize("estimator", ["per_head", "pooled"])
+@pytest.mark.parametrize("heads", [3, 18])
+def test_rows_listed_by_runs_are_those_listed_one_by_one(heads: int, estimator: str) -> None:
+    """Bit for bit, over several looks per share; the plan does it where rows are many and few of them are selected."""
+    step = make_step("gqa", heads=heads, groups=2, lengths=(333, 200), dims=(16,), suffix=3, dtype=torch.float16)
+    outs = []
+    for by_runs in (False, True):
+        workspace = poisoned(step, 4, SMALL | {"by_runs": by_runs}, estimator)
+        outs.append(kernels(step, 4, workspace, estimator))
+    assert torch.equal(outs[0].out, outs[1].out) and torch.equal(outs[0].union, outs[1].union)
+    long = Shapes(
+        batch=8, groups=4, heads=7, prompt=131072, suffix=64, teams=32768, dims=(128,), values=128, latent=False,
+        dtype=torch.bfloat16, split=False, bits=16, teams_per_head=32, most_rows=4000, processors=132,
+        shared_memory=227 << 10,
+    )  # fmt: skip
+    assert choose(long).by_runs and not choose(long._replace(most_rows=40000)).by_runs
+    assert not choose(long._replace(prompt=4096)).by_runs
+
+
 @pytest.mark.parametrize("noise", ["independent", "shared"])
 def test_heads_and_groups_are_numbered_in_the_whole_model(noise: str) -> None:
     step = make_step("gqa", heads=3, groups=2, lengths=(50,), dims=(24,), dtype=torch.float16)
@@ -172,7 +191,7 @@ ALONE: dict[str, Any] = {
     **dict.fromkeys(("union", "listed_teams", "listed_parents", "parent_log_c"), torch.zeros(1, dtype=torch.int32)),
     **dict.fromkeys(("of_team", "first_team", "team_flags"), torch.zeros(1, dtype=torch.int32)),
     "PLACES": 128, "MP": 128, "CP": 0, "TEAMS": 0, "TEAMS_PADDED": 0, "G": 1, "H": 1, "WORDS": 1, "BLOCK": 8, "NT": 16,
-    "OF": TEAMS, "POOLED": False, "SHARED": False, "PDL": False,
+    "OF": TEAMS, "POOLED": False, "SHARED": False, "PREPARE": 512, "PDL": False,
 }  # fmt: skip
 ODD = float(torch.nextafter(torch.tensor(1000.0), torch.tensor(2000.0)))
 

@@ -38,7 +38,7 @@ def selected(kernel: Any, scores: Tensor, k: int, **sizes: int) -> tuple[Tensor,
         blocks=torch.full((places // 8,), 10**6, dtype=torch.int32),
         found=torch.full((128,), 10**12, dtype=torch.int64), tau=tau, kth=kth, layer=2, quad=0, K=k, PLACES=places,
         MP=places, CP=0, TEAMS=0, TEAMS_PADDED=0, G=1, H=1, WORDS=1, ROOM=128, BLOCK=8, OF=TEAMS, POOLED=False,
-        SHARED=False, PDL=False, **sizes,
+        SHARED=False, PREPARE=512, PDL=False, **sizes,
     )  # fmt: skip
     used = flags[0].nonzero()[:, 0]
     return used, tau, kth, corrections[0, used]
